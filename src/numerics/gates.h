@@ -1,0 +1,45 @@
+#pragma once
+#include "numerics/ieee.h"
+
+// Which planes of a key are read: docs/numerics.md, section 6.
+namespace fold::numerics {
+
+/// Thresholds in log2 below a row's Z.
+struct Gates {
+  float k_l, k_b, v_h, v_l, v_b;
+};
+
+constexpr float kOpen = 0x1p100f;                                ///< a gate that everything passes
+constexpr Gates kDenseGates{18.5f, 13.0f, kOpen, 20.0f, 13.5f};  ///< depth=None: every V is read
+constexpr Gates kOpenGates{kOpen, kOpen, kOpen, kOpen, kOpen};   ///< every stored plane of every key
+
+struct GateRow {
+  float depth;
+  Gates gates;
+};
+
+FOLD_HD float lerp_gate(float a, float b, float t) { return fma(sub(b, a), t, a); }
+
+/// The gates of a depth (log2 of the row's mass); +infinity stands for depth=None.
+FOLD_HD Gates gates_for_depth(float depth) {
+  constexpr GateRow table[] = {
+#include "numerics/gates.inc"
+  };
+  constexpr int rows = static_cast<int>(sizeof(table) / sizeof(table[0]));
+  if (!is_finite(depth)) return kDenseGates;
+  int i = 0;
+  while (i + 2 < rows && depth > table[i + 1].depth) ++i;
+  const GateRow &low = table[i], &high = table[i + 1];
+  const float inside = depth < low.depth ? low.depth : depth > high.depth ? high.depth : depth;
+  const float shift = sub(depth, inside);
+  const float t = div(sub(inside, low.depth), sub(high.depth, low.depth));
+  return {
+      add(lerp_gate(low.gates.k_l, high.gates.k_l, t), shift), add(lerp_gate(low.gates.k_b, high.gates.k_b, t), shift),
+      add(lerp_gate(low.gates.v_h, high.gates.v_h, t), shift), add(lerp_gate(low.gates.v_l, high.gates.v_l, t), shift),
+      add(lerp_gate(low.gates.v_b, high.gates.v_b, t), shift)};
+}
+
+/// Standard deviation of a level-0 logit's rounding over (e_q e_k |qa|), times 2: 2 sqrt(256 / 12).
+constexpr float kMarginFactor = 0x1.279a74p+3f;
+
+}  // namespace fold::numerics
