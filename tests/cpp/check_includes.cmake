@@ -1,0 +1,18 @@
+# Fails if the core (public headers, API, plan, numerics, CPU backend) includes a framework or device header.
+file(GLOB_RECURSE files ${SOURCE_DIR}/include/*.h ${SOURCE_DIR}/src/api/* ${SOURCE_DIR}/src/plan/*
+     ${SOURCE_DIR}/src/numerics/* ${SOURCE_DIR}/src/cpu/*)
+list(LENGTH files count)
+if(count EQUAL 0)
+  message(FATAL_ERROR "no source under ${SOURCE_DIR}")
+endif()
+set(found "")
+foreach(file ${files})
+  file(STRINGS ${file} includes REGEX "^[ \t]*#[ \t]*include[ \t]*[<\"](torch|ATen|c10|pybind11|Python\\.h|tvm|dlpack|cuda|cute|cutlass|cub|nv)")
+  foreach(line ${includes})
+    string(APPEND found "\n  ${file}: ${line}")
+  endforeach()
+endforeach()
+if(found)
+  message(FATAL_ERROR "the core may not depend on a framework or a device toolkit:${found}")
+endif()
+message(STATUS "${count} files checked")
