@@ -1,0 +1,40 @@
+#include "api/cache_checks.h"
+
+#include "api/checks.h"
+
+namespace fold::api {
+
+plan::CacheView cache_view(const CacheStorage& cache) {
+  const PageSections sections = page_sections(cache.layout);
+  require_tensor("storage", cache.storage, 2, {DType::u8});
+  require_size("storage", cache.storage, 1, sections.bytes, "bytes of a page");
+  require_last_contiguous("storage", cache.storage);
+  const int64_t stride = cache.storage.shape[0] > 1 ? cache.storage.strides[0] : sections.bytes;
+  if (stride % 4 != 0 || reinterpret_cast<uintptr_t>(cache.storage.data) % 4 != 0) {
+    fail_value("storage alignment", "page stride " + std::to_string(stride),
+               "pages must start at multiples of 4 bytes");
+  }
+  return {.pages = cache.storage.as<uint8_t>(),
+          .page_stride = stride,
+          .num_pages = cache.storage.shape[0],
+          .layout = cache.layout,
+          .sections = sections};
+}
+
+void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages,
+                   int64_t keys) {
+  const int64_t needed = (keys + cache.layout.page_size - 1) / cache.layout.page_size;
+  const std::string where = "[" + std::to_string(request) + "]";
+  if (needed > max_pages) {
+    fail_value("keys of request " + std::to_string(request), std::to_string(keys),
+               "block_table has room for " + std::to_string(max_pages * cache.layout.page_size));
+  }
+  for (int64_t i = 0; i < needed; ++i) {
+    if (table[i] < 0 || table[i] >= cache.num_pages) {
+      fail_value("block_table" + where + "[" + std::to_string(i) + "]", std::to_string(table[i]),
+                 "page ids 0.." + std::to_string(cache.num_pages - 1));
+    }
+  }
+}
+
+}  // namespace fold::api

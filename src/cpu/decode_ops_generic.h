@@ -1,0 +1,121 @@
+#pragma once
+#include "cpu/decode_tile.h"
+
+// Plain loops, vectorised by the compiler for whatever set the including source is compiled for.
+namespace fold::cpu {
+namespace {
+
+struct GenericOps {
+  /// D0 of a tile's 64 keys. h: (64, D/2) plane rows; d0: (G, 64).
+  static void scan(const uint8_t* h, const Group& g, int32_t* d0) {
+    KeyRows rows;
+    for (int k = 0; k < kTile; ++k) rows.h[k] = h + static_cast<int64_t>(k) * (g.head_dim / 2);
+    dots_h(rows, kTile, g, d0);
+  }
+
+  /// sum (16 h + 8) qa of listed keys. d0: (G, 64).
+  static void dots_h(const KeyRows& rows, int count, const Group& g, int32_t* d0) {
+    const int half = g.head_dim / 2;
+    for (int i = 0; i < count; ++i) {
+      uint8_t even[kMaxHalf], odd[kMaxHalf];
+      for (int j = 0; j < half; ++j) {
+        even[j] = rows.h[i][j] >> 4;
+        odd[j] = rows.h[i][j] & 15;
+      }
+      for (int r = 0; r < g.rows; ++r) {
+        const size_t row = static_cast<size_t>(r) * half;
+        const int32_t dot = dot_u8(even, &g.query.a_even[row], half) + dot_u8(odd, &g.query.a_odd[row], half);
+        d0[r * kTile + i] = 16 * dot - 120 * g.query.sum_a[r];
+      }
+    }
+  }
+
+  /// sum a (256 qa + qb). d1: (G, 64).
+  static void dots_a(const KeyRows& rows, int count, const Group& g, int32_t* d1) {
+    const int half = g.head_dim / 2;
+    const Query& q = g.query;
+    for (int i = 0; i < count; ++i) {
+      const uint8_t *h = rows.h[i], *l = rows.l[i];
+      uint8_t even[kMaxHalf], odd[kMaxHalf];  // a + 128
+      for (int j = 0; j < half; ++j) {
+        even[j] = static_cast<uint8_t>((h[j] & 0xF0) | (l[j] >> 4));
+        odd[j] = static_cast<uint8_t>((h[j] << 4) | (l[j] & 15));
+      }
+      for (int r = 0; r < g.rows; ++r) {
+        const size_t row = static_cast<size_t>(r) * half;
+        const int32_t high = dot_u8(even, &q.a_even[row], half) + dot_u8(odd, &q.a_odd[row], half) - 128 * q.sum_a[r];
+        const int32_t low = dot_u8(even, &q.b_even[row], half) + dot_u8(odd, &q.b_odd[row], half) - 128 * q.sum_b[r];
+        d1[r * kTile + i] = 256 * high + low;
+      }
+    }
+  }
+
+  /// sum b (256 qa + qb). d2: (G, 64).
+  static void dots_b(const KeyRows& rows, int count, const Group& g, int32_t* d2) {
+    const int d = g.head_dim;
+    for (int i = 0; i < count; ++i) {
+      for (int r = 0; r < g.rows; ++r) {
+        const int8_t *qa = &g.query.a[static_cast<size_t>(r) * d], *qb = &g.query.b[static_cast<size_t>(r) * d];
+        int32_t high = 0, low = 0;
+        for (int c = 0; c < d; ++c) {
+          high += rows.b[i][c] * qa[c];
+          low += rows.b[i][c] * qb[c];
+        }
+        d2[r * kTile + i] = 256 * high + low;
+      }
+    }
+  }
+
+  /// Bit k: fma(margin, scale[k], x[k]) >= threshold. scale, x: (64,).
+  static uint64_t at_least(float margin, const float* scale, const float* x, float threshold) {
+    uint64_t mask = 0;
+    for (int k = 0; k < kTile; ++k) {
+      mask |= static_cast<uint64_t>(numerics::fma(margin, scale[k], x[k]) >= threshold) << k;
+    }
+    return mask;
+  }
+
+  static uint32_t fix(float x) { return numerics::fix(x); }
+
+  /// sums[r][c] += sum_i weights[r][i] readings[i][c]. readings: (count, D); weights: (G, 64); sums: (G, D).
+  static void values(const int16_t* readings, const double* weights, int count, int rows, int d, double* sums) {
+    for (int i = 0; i < count; ++i) {
+      for (int r = 0; r < rows; ++r) {
+        const double w = weights[r * kTile + i];
+        double* sum = sums + static_cast<size_t>(r) * d;
+        for (int c = 0; c < d; ++c) sum[c] += w * readings[static_cast<size_t>(i) * d + c];
+      }
+    }
+  }
+
+  /// sums[r][c] += sum_k weights[r][k] u_k[code_channel(c)]. h: (64, D/2); weights: (G, 64); sums: (G, D).
+  static void code_sums(const uint8_t* h, const uint8_t* weights, int rows, int d, int32_t* sums) {
+    const int half = d / 2;
+    for (int r = 0; r < rows; ++r) {
+      int32_t* sum = sums + static_cast<size_t>(r) * d;
+      for (int k = 0; k < kTile; ++k) {
+        const int w = weights[r * kTile + k];
+        if (w == 0) continue;
+        for (int j = 0; j < half; ++j) {
+          sum[j] += w * (h[k * half + j] >> 4);
+          sum[half + j] += w * (h[k * half + j] & 15);
+        }
+      }
+    }
+  }
+
+  /// The channel that element c of a row of code_sums stands for.
+  static int code_channel(int c, int d) { return c < d / 2 ? 2 * c : 2 * (c - d / 2) + 1; }
+
+ private:
+  static constexpr int kMaxHalf = numerics::kMaxHeadDim / 2;
+
+  static int32_t dot_u8(const uint8_t* u, const int8_t* s, int count) {
+    int32_t sum = 0;
+    for (int j = 0; j < count; ++j) sum += static_cast<int32_t>(u[j]) * s[j];
+    return sum;
+  }
+};
+
+}  // namespace
+}  // namespace fold::cpu

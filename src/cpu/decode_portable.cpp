@@ -1,0 +1,7 @@
+#include "cpu/decode_ops_generic.h"
+
+namespace fold::cpu {
+
+DecodeKernels decode_kernels_portable() { return {sum_range<GenericOps>, score_keys<GenericOps>}; }
+
+}  // namespace fold::cpu
