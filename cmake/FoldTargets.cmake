@@ -7,6 +7,9 @@ find_package(OpenMP REQUIRED COMPONENTS CXX)
 add_library(fold_options INTERFACE)
 target_compile_options(fold_options INTERFACE -Wall -Wextra -Wpedantic -Wshadow -ffp-contract=off -fno-math-errno
                                               -fno-trapping-math $<$<BOOL:${FOLD_WERROR}>:-Werror>)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(fold_options INTERFACE -Wno-restrict) # false positives on std::string's operator+ (GCC bug 105651)
+endif()
 if(FOLD_SANITIZE)
   target_compile_options(fold_options INTERFACE -fsanitize=${FOLD_SANITIZE} -fno-omit-frame-pointer
                                                 -fno-sanitize-recover=all)
