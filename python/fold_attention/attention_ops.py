@@ -1,0 +1,142 @@
+"""torch custom operators of whole-sequence attention: kernels, fake kernels and the gradient.
+
+Sizes: B sequences, S rows of one, T rows of all, H query heads, Hk KV heads, D head dim. With `cu_seqlens_q` and
+`cu_seqlens_k` (B + 1,) int32 the sequences are packed: q is (T, H, D), k and v (T, Hk, D), lse (H, T). Without them
+q is (B, Sq, H, D), k and v (B, Sk, Hk, D), lse (B, H, Sq). `window_left` and `window_right` are -1 where unlimited.
+Values are checked by the library, before anything is written.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold_attention._lib import lib
+from fold_attention.errors import bad_value
+
+
+def lse_shape(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    if cu_seqlens is None:
+        if q.ndim != 4:
+            raise bad_value("q.ndim", q.ndim, "allowed: 4, (batch, seqlen, heads, head_dim)")
+        return (q.shape[0], q.shape[2], q.shape[1])
+    if q.ndim != 3:
+        raise bad_value("q.ndim", q.ndim, "allowed: 3, (total_q, heads, head_dim)")
+    return (q.shape[1], q.shape[0])
+
+
+@torch.library.custom_op("fold_attention::forward_out", mutates_args=("out", "lse"))
+def forward_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Writes out (as q) and lse (fp32, natural log)."""
+    lib.attention_forward(
+        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right, out, lse
+    )
+
+
+@torch.library.custom_op("fold_attention::forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns out (as q, contiguous) and lse (fp32, natural log)."""
+    out, lse = _forward_fake(
+        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right
+    )
+    lib.attention_forward(
+        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right, out, lse
+    )
+    return out, lse
+
+
+@forward.register_fake
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, sinks: Any, cu_seqlens_q: Any, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(lse_shape(q, cu_seqlens_q), dtype=torch.float32)
+
+
+@torch.library.custom_op("fold_attention::backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv (as q, k, v, contiguous) and dsinks (H,) fp32, empty where there are no sinks."""
+    grads = _backward_fake(dout, q, k, v, sinks)
+    dq, dk, dv, dsinks = grads
+    # An incoming gradient may have any strides (those of a sum are all 0); the library wants contiguous channels.
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    lib.attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        sinks,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        None if sinks is None else dsinks,
+    )
+    return grads
+
+
+@backward.register_fake
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0 if sinks is None else sinks.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, out, lse)
+    ctx.options = options
+
+
+def _gradient(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+    dq, dk, dv, dsinks = backward(dout, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *ctx.options, out, lse)
+    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
+
+
+forward.register_autograd(_gradient, setup_context=_setup_context)
