@@ -152,6 +152,112 @@ struct Avx512Ops : GenericOps {
     return mask;
   }
 
+  /// Sums of neighbouring unsigned 32-bit lanes.
+  static __m512i pair_sums(__m512i v) {
+    return _mm512_add_epi64(_mm512_and_si512(v, _mm512_set1_epi64(0xFFFFFFFF)), _mm512_srli_epi64(v, 32));
+  }
+
+  /// As GenericOps::weigh; the same operations 16 keys at a time (numerics/exp2.h).
+  static int64_t weigh(const float* x, uint64_t visible, float* scaled, uint32_t* weights) {
+    const auto constant = [](float c) { return _mm512_set1_ps(c); };
+    __m512i sum = _mm512_setzero_si512();
+    for (int k = 0; k < kTile; k += kLanes) {
+      __m512 v = _mm512_max_ps(_mm512_loadu_ps(x + k), constant(numerics::kExp2Min));  // a NaN becomes the minimum
+      v = _mm512_min_ps(v, constant(numerics::kExp2Max));
+      const __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      const __m512 f = _mm512_sub_ps(v, n);
+      __m512 p = constant(numerics::kExp2C5);
+      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C4));
+      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C3));
+      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C2));
+      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C1));
+      p = _mm512_fmadd_ps(p, f, constant(1.0f));
+      const __m512 value = _mm512_scalef_ps(p, _mm512_add_ps(n, constant(numerics::kFraction)));
+      _mm512_storeu_ps(scaled + k, value);
+      const __m512i rounded = _mm512_maskz_cvtps_epu32(static_cast<__mmask16>(visible >> k), value);  // saturates
+      _mm512_storeu_si512(weights + k, rounded);
+      sum = _mm512_add_epi64(sum, pair_sums(rounded));
+    }
+    return _mm512_reduce_add_epi64(sum);
+  }
+
+  static int64_t codes(const uint32_t* weights, uint64_t gone, int shift, uint8_t* codes, int64_t& code_mass) {
+    const __m512i half = _mm512_set1_epi32(static_cast<int>((1u << shift) >> 1)), most = _mm512_set1_epi32(255);
+    const __m128i bits = _mm_cvtsi32_si128(shift);
+    __m512i mass = _mm512_setzero_si512(), code_sum = mass;
+    for (int k = 0; k < kTile; k += kLanes) {
+      const __m512i weight = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(gone >> k), weights + k);
+      const __m512i code = _mm512_min_epu32(_mm512_srl_epi32(_mm512_add_epi32(weight, half), bits), most);
+      mass = _mm512_add_epi64(mass, pair_sums(weight));
+      code_sum = _mm512_add_epi32(code_sum, code);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtepi32_epi8(code));
+    }
+    code_mass += _mm512_reduce_add_epi32(code_sum);
+    return _mm512_reduce_add_epi64(mass);
+  }
+
+  // Code sums: four keys' nibbles of one channel are brought into one 32-bit lane, then multiplied by their four
+  // weights (vpdpbusd). The interleave leaves byte 16 L + 4 i + e of a plane row in lane 4 L + e of register i.
+  static constexpr int kQuads = kTile / 4;
+
+  static bool wide(int d) { return d >= 128; }  // a row of plane h fills a register
+
+  static int code_channel(int c, int d) {
+    if (!wide(d)) return GenericOps::code_channel(c, d);
+    const int half = d / 2, s = c % half, in_chunk = s % 64;
+    const int byte = s / 64 * 64 + in_chunk % 16 / 4 * 16 + in_chunk / 16 * 4 + in_chunk % 4;
+    return 2 * byte + c / half;
+  }
+
+  static void code_sums(const uint8_t* h, const uint8_t* weights, int rows, int d, int32_t* sums) {
+    if (!wide(d)) return GenericOps::code_sums(h, weights, rows, d, sums);
+    const int half = d / 2;
+    for (int chunk = 0; chunk < half; chunk += 64) {
+      __m512i quad[kQuads][4];
+      for (int k = 0; k < kQuads; ++k) {
+        const auto row = [&](int i) { return _mm512_loadu_si512(h + (4 * k + i) * half + chunk); };
+        const __m512i low01 = _mm512_unpacklo_epi8(row(0), row(1)), high01 = _mm512_unpackhi_epi8(row(0), row(1));
+        const __m512i low23 = _mm512_unpacklo_epi8(row(2), row(3)), high23 = _mm512_unpackhi_epi8(row(2), row(3));
+        quad[k][0] = _mm512_unpacklo_epi16(low01, low23);
+        quad[k][1] = _mm512_unpackhi_epi16(low01, low23);
+        quad[k][2] = _mm512_unpacklo_epi16(high01, high23);
+        quad[k][3] = _mm512_unpackhi_epi16(high01, high23);
+      }
+      by_rows(rows, [&](int first, auto size) {
+        constexpr int R = decltype(size)::value < 4 ? decltype(size)::value : 4;
+        for (int r = first; r < first + decltype(size)::value; r += R) {
+          code_block<R>(quad, weights + r * kTile, d, 4, sums + static_cast<size_t>(r) * d + chunk);
+          code_block<R>(quad, weights + r * kTile, d, 0, sums + static_cast<size_t>(r) * d + half + chunk);
+        }
+      });
+    }
+  }
+
+  /// One nibble (shift 4: even channels, 0: odd) of 64 bytes of R rows.
+  template <int R>
+  static void code_block(const __m512i (&quad)[kQuads][4], const uint8_t* weights, int d, int shift, int32_t* sums) {
+    const __m512i low = _mm512_set1_epi8(15);
+    const __m128i count = _mm_cvtsi32_si128(shift);
+    __m512i sum[R][4];
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_loadu_si512(sums + static_cast<size_t>(r) * d + 16 * j);
+    }
+    for (int k = 0; k < kQuads; ++k) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const __m512i nibbles = _mm512_and_si512(_mm512_srl_epi16(quad[k][j], count), low);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          sum[r][j] = _mm512_dpbusd_epi32(sum[r][j],
+                                          query_word(reinterpret_cast<const int8_t*>(weights) + r * kTile, k), nibbles);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int j = 0; j < 4; ++j) _mm512_storeu_si512(sums + static_cast<size_t>(r) * d + 16 * j, sum[r][j]);
+    }
+  }
+
   static void values(const int16_t* readings, const double* weights, int count, int rows, int d, double* sums) {
     for (int c = 0; c < d; c += 32) {
       by_rows(rows, [&](int r, auto size) {

@@ -75,7 +75,32 @@ struct GenericOps {
     return mask;
   }
 
-  static uint32_t fix(float x) { return numerics::fix(x); }
+  /// scaled[k] = 2^x[k] in fixed point, unrounded; weights[k] = fix(x[k]) of the visible keys, else 0. Returns their
+  /// sum.
+  static int64_t weigh(const float* x, uint64_t visible, float* scaled, uint32_t* weights) {
+    int64_t sum = 0;
+    for (int k = 0; k < kTile; ++k) {
+      const numerics::Exp2 e = numerics::exp2_parts(x[k]);
+      scaled[k] = numerics::mul(e.mantissa, numerics::pow2(e.exponent + numerics::kFraction));
+      weights[k] = (visible >> k & 1) != 0 ? numerics::round_u32(scaled[k]) : 0;
+      sum += weights[k];
+    }
+    return sum;
+  }
+
+  /// codes[k] = c of section 7 for the keys in `gone`, else 0; code_mass their sum. Returns the weights' sum.
+  static int64_t codes(const uint32_t* weights, uint64_t gone, int shift, uint8_t* codes, int64_t& code_mass) {
+    const uint32_t half = (1u << shift) >> 1;
+    int64_t mass = 0;
+    for (int k = 0; k < kTile; ++k) {
+      const uint32_t weight = (gone >> k & 1) != 0 ? weights[k] : 0;
+      const uint32_t code = std::min(255u, (weight + half) >> shift);
+      mass += weight;
+      codes[k] = static_cast<uint8_t>(code);
+      code_mass += code;
+    }
+    return mass;
+  }
 
   /// sums[r][c] += sum_i weights[r][i] readings[i][c]. readings: (count, D); weights: (G, 64); sums: (G, D).
   static void values(const int16_t* readings, const double* weights, int count, int rows, int d, double* sums) {

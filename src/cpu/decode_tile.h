@@ -47,6 +47,20 @@ inline float logit_2(const Query& q, int r, int32_t d1, int32_t d2) {
   return numerics::mul(dot, numerics::mul(q.scale[r], 0x1p-8f));
 }
 
+/// One tile on its way through the stages of a RangeWorker.
+struct TileState {
+  explicit TileState(int rows) : x(rows), scaled(rows), weight(rows) {}
+  plan::HeadPage page{};
+  int64_t tile = 0, slot = 0;  // which; the page slot of its first key
+  uint64_t visible = 0, always = 0, k_l = 0, k_b = 0, v_h = 0, v_l = 0, v_b = 0;  // key sets
+  alignas(64) float key_scale[kTile];
+  RowTile<float> x;          // log2 weights at the level read
+  RowTile<float> scaled;     // 2^x in fixed point, before it is rounded
+  RowTile<uint32_t> weight;  // d of section 7; 0 where not visible
+};
+
+/// Sums a range of tiles in three stages, each one tile behind the other, so that the rows a stage gathers were
+/// prefetched while another tile was worked on: scan (level 0), refine (levels 1 and 2, which V is read), accumulate.
 template <class Ops>
 class RangeWorker {
  public:
@@ -55,11 +69,10 @@ class RangeWorker {
         out_(sums),
         d_(group.head_dim),
         layout_(group.params->cache.layout),
-        x_(group.rows),
-        dot0_(group.rows),
-        dot1_(group.rows),
-        dot2_(group.rows),
-        weight_(group.rows),
+        correct_(group.fit_mark > 0),
+        stages_{TileState(group.rows), TileState(group.rows), TileState(group.rows)},
+        dot_(group.rows),
+        deeper_dot_(group.rows),
         value_weight_(group.rows),
         code_weight_(group.rows),
         readings_(static_cast<size_t>(kTile) * d_),
@@ -71,13 +84,15 @@ class RangeWorker {
     std::fill_n(out_.den, g_.rows, 0);
     std::fill_n(out_.dropped, g_.rows, 0);
     out_.values_read = out_.bytes = 0;
-    correct_ = g_.fit_mark > 0;
   }
 
   void run(int64_t tile_begin, int64_t tile_end) {
-    for (int64_t t = tile_begin; t < tile_end; ++t) {
-      tile(t);
-      if (correct_ && (t - tile_begin) % kFlushTiles == kFlushTiles - 1) flush_codes();
+    const int64_t count = tile_end - tile_begin;
+    for (int64_t step = 0; step < count + 2; ++step) {
+      if (step < count) scan(stages_[step % 3], tile_begin + step);
+      if (step >= 1 && step <= count) refine(stages_[(step - 1) % 3]);
+      if (step >= 2) accumulate(stages_[(step - 2) % 3]);
+      if (correct_ && step % kFlushTiles == kFlushTiles - 1) flush_codes();
     }
     if (correct_) flush_codes();
     finish();
@@ -89,110 +104,116 @@ class RangeWorker {
 
   size_t size() const { return static_cast<size_t>(g_.rows) * d_; }
 
-  void tile(int64_t t) {
-    visible_ = g_.visible_mask(t);
-    if (visible_ == 0) return;
-    page_ = g_.page_of(t * kTile);
-    slot_ = g_.slot_of(t * kTile);
-    for (int k = 0; k < kTile; ++k) key_scale_[k] = numerics::from_bf16(page_.k_scale[slot_ + numerics::scale_slot(k)]);
-    const uint64_t always = g_.always_mask(t);
-    read_keys(always);
-    choose_values(always);
-    weigh();
-    add_values();
-    if (layout_.tail && v_h_ != visible_) add_tail();
-    count_bytes(t);
+  /// Level 0 of every key: x, and k_l, the keys read deeper (section 6, steps 1 and 2).
+  void scan(TileState& s, int64_t tile) {
+    s.tile = tile;
+    s.visible = g_.visible_mask(tile);
+    s.k_l = s.k_b = s.v_h = s.v_l = s.v_b = 0;
+    if (s.visible == 0) return;
+    s.page = g_.page_of(tile * kTile);
+    s.slot = g_.slot_of(tile * kTile);
+    s.always = g_.always_mask(tile);
+    const uint8_t* h = s.page.k_h + s.slot * (d_ / 2);
+    if ((s.slot + kTile) % layout_.page_size != 0) prefetch(h + kTile * (d_ / 2), kTile * (d_ / 2));
+    for (int k = 0; k < kTile; ++k)
+      s.key_scale[k] = numerics::from_bf16(s.page.k_scale[s.slot + numerics::scale_slot(k)]);
+    Ops::scan(h, g_, dot_[0]);
+    uint64_t wanted = s.always;
+    for (int r = 0; r < g_.rows; ++r) {
+      float* x = s.x[r];
+      const int32_t* dot = dot_[r];
+      const float scale = g_.query.scale[r], z = g_.z[r];
+      for (int k = 0; k < kTile; ++k)
+        x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), s.key_scale[k], -z);
+      wanted |= Ops::at_least(g_.query.margin[r], s.key_scale, x, -g_.gates[r].k_l);
+    }
+    if (layout_.k_bits == 4) return;
+    s.k_l = wanted & s.visible;
+    prefetch_rows(s.page.k_l + s.slot * (d_ / 2), s.k_l, d_ / 2);
   }
 
-  /// Steps 1-3 of section 6: x_ of every visible key at the level it is read to; k_l_, k_b_ the keys read deeper.
-  void read_keys(uint64_t always) {
-    const Query& q = g_.query;
-    Ops::scan(page_.k_h + slot_ * (d_ / 2), g_, dot0_[0]);
-    uint64_t wanted = always;
+  /// Levels 1 and 2, then which V planes are read and every weight (section 6, steps 2-4).
+  void refine(TileState& s) {
+    if (s.visible == 0) return;
+    if (s.k_l != 0) refine_keys(s);
+    s.v_h = s.v_l = s.always;
     for (int r = 0; r < g_.rows; ++r) {
-      float* x = x_[r];
-      const int32_t* dot = dot0_[r];
-      const float scale = q.scale[r], z = g_.z[r];
-      for (int k = 0; k < kTile; ++k)
-        x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), key_scale_[k], -z);
-      wanted |= Ops::at_least(q.margin[r], key_scale_, x, -g_.gates[r].k_l);
+      s.v_h |= Ops::at_least(0.0f, s.key_scale, s.x[r], -g_.gates[r].v_h);
+      s.v_l |= Ops::at_least(0.0f, s.key_scale, s.x[r], -g_.gates[r].v_l);
+      s.v_b |= Ops::at_least(0.0f, s.key_scale, s.x[r], -g_.gates[r].v_b);
     }
-    k_l_ = layout_.k_bits >= 8 ? wanted & visible_ : 0;
-    k_b_ = 0;
-    if (k_l_ == 0) return;
+    s.v_h &= s.visible;
+    s.v_l &= layout_.v_bits >= 8 ? s.v_h : 0;
+    s.v_b &= layout_.v_bits == 16 ? s.v_l : 0;
+    prefetch_rows(s.page.v_h + s.slot * (d_ / 2), s.v_h, d_ / 2);
+    if (s.v_l != 0) prefetch_rows(s.page.v_l + s.slot * (d_ / 2), s.v_l, d_ / 2);
+    if (s.v_b != 0) prefetch_rows(reinterpret_cast<const uint8_t*>(s.page.v_b) + s.slot * d_, s.v_b, d_);
+    for (int r = 0; r < g_.rows; ++r) out_.den[r] += Ops::weigh(s.x[r], s.visible, s.scaled[r], s.weight[r]);
+  }
 
-    const int count = list(k_l_, list_);
-    for (int i = 0; i < count; ++i) key_rows(list_[i], i);
-    Ops::dots_a(rows_, count, g_, dot1_[0]);
-    wanted = 0;
-    for (int r = 0; r < g_.rows; ++r) {
-      float* x = x_[r];
-      for (int i = 0; i < count; ++i) {
-        x[list_[i]] = numerics::fma(logit_1(q, r, dot1_[r][i]), key_scale_[list_[i]], -g_.z[r]);
-      }
-      wanted |= Ops::at_least(q.margin[r] * 0x1p-4f, key_scale_, x, -g_.gates[r].k_b);
+  void refine_keys(TileState& s) {
+    const Query& q = g_.query;
+    const int count = list(s.k_l, list_);
+    for (int i = 0; i < count; ++i) {
+      const int64_t at = (s.slot + list_[i]) * (d_ / 2);
+      rows_.h[i] = s.page.k_h + at;
+      rows_.l[i] = s.page.k_l + at;
     }
-    k_b_ = layout_.k_bits == 16 ? wanted & k_l_ : 0;
-    if (k_b_ == 0) return;
+    Ops::dots_a(rows_, count, g_, dot_[0]);
+    uint64_t wanted = 0;
+    for (int r = 0; r < g_.rows; ++r) {
+      for (int i = 0; i < count; ++i) {
+        const int key = list_[i];
+        s.x[r][key] = numerics::fma(logit_1(q, r, dot_[r][i]), s.key_scale[key], -g_.z[r]);
+      }
+      wanted |= Ops::at_least(q.margin[r] * 0x1p-4f, s.key_scale, s.x[r], -g_.gates[r].k_b);
+    }
+    s.k_b = layout_.k_bits == 16 ? wanted & s.k_l : 0;
+    if (s.k_b == 0) return;
 
     int deeper[kTile], n = 0;  // positions in list_
     for (int i = 0; i < count; ++i) {
-      if ((k_b_ >> list_[i] & 1) == 0) continue;
-      rows_.b[n] = page_.k_b + (slot_ + list_[i]) * d_;
+      if ((s.k_b >> list_[i] & 1) == 0) continue;
+      rows_.b[n] = s.page.k_b + (s.slot + list_[i]) * d_;
       deeper[n++] = i;
     }
-    Ops::dots_b(rows_, n, g_, dot2_[0]);
+    Ops::dots_b(rows_, n, g_, deeper_dot_[0]);
     for (int r = 0; r < g_.rows; ++r) {
       for (int i = 0; i < n; ++i) {
         const int key = list_[deeper[i]];
-        x_[r][key] = numerics::fma(logit_2(q, r, dot1_[r][deeper[i]], dot2_[r][i]), key_scale_[key], -g_.z[r]);
+        s.x[r][key] = numerics::fma(logit_2(q, r, dot_[r][deeper[i]], deeper_dot_[r][i]), s.key_scale[key], -g_.z[r]);
       }
     }
   }
 
-  /// Step 4 of section 6: which V planes are read.
-  void choose_values(uint64_t always) {
-    v_h_ = v_l_ = always;
-    v_b_ = 0;
-    for (int r = 0; r < g_.rows; ++r) {
-      v_h_ |= Ops::at_least(0.0f, key_scale_, x_[r], -g_.gates[r].v_h);
-      v_l_ |= Ops::at_least(0.0f, key_scale_, x_[r], -g_.gates[r].v_l);
-      v_b_ |= Ops::at_least(0.0f, key_scale_, x_[r], -g_.gates[r].v_b);
-    }
-    v_h_ &= visible_;
-    v_l_ &= layout_.v_bits >= 8 ? v_h_ : 0;
-    v_b_ &= layout_.v_bits == 16 ? v_l_ : 0;
+  /// Section 7.
+  void accumulate(TileState& s) {
+    if (s.visible == 0) return;
+    if (s.v_h != 0) add_values(s);
+    if (layout_.tail && s.v_h != s.visible) add_tail(s);
+    if (!layout_.tail) count_dropped(s);
+    const int64_t half = d_ / 2;
+    out_.bytes += std::popcount(s.visible) * (half + 2) + std::popcount(s.k_l) * half +
+                  std::popcount(s.k_b) * int64_t{d_} + std::popcount(s.v_h) * (half + 2) + std::popcount(s.v_l) * half +
+                  std::popcount(s.v_b) * int64_t{d_} + (g_.settled(s.tile) ? 2 : 0);  // the block's bound
   }
 
-  void weigh() {
-    uint32_t seen[kTile];
-    for (int k = 0; k < kTile; ++k) seen[k] = (visible_ >> k & 1) != 0 ? ~0u : 0u;
-    for (int r = 0; r < g_.rows; ++r) {
-      uint32_t* w = weight_[r];
-      const float* x = x_[r];
-      int64_t sum = 0;
-      for (int k = 0; k < kTile; ++k) {
-        w[k] = Ops::fix(x[k]) & seen[k];
-        sum += w[k];
-      }
-      out_.den[r] += sum;
-    }
-  }
-
-  void add_values() {
-    if (v_h_ == 0) return;
-    const int count = list(v_h_, list_);
+  void add_values(TileState& s) {
+    const int count = list(s.v_h, list_);
     const float unit = numerics::pow2(-g_.e_exponent);
+    alignas(64) float share[kTile];
     for (int i = 0; i < count; ++i) {
       const int k = list_[i];
-      const int64_t at = slot_ + k;
-      const uint8_t* l = (v_l_ >> k & 1) != 0 ? page_.v_l + at * (d_ / 2) : kHalfPlane.bytes;
-      const int8_t* b = (v_b_ >> k & 1) != 0 ? page_.v_b + at * d_ : kZeroPlane;
-      read_value(page_.v_h + at * (d_ / 2), l, b, readings_.data() + static_cast<size_t>(i) * d_);
-      const float share = numerics::mul(numerics::from_bf16(page_.v_scale[slot_ + numerics::scale_slot(k)]), unit);
-      for (int r = 0; r < g_.rows; ++r) {
-        value_weight_[r][i] = static_cast<double>(numerics::fix(numerics::exp2_parts(x_[r][k]), share));
-      }
+      const int64_t at = s.slot + k;
+      const uint8_t* l = (s.v_l >> k & 1) != 0 ? s.page.v_l + at * (d_ / 2) : kHalfPlane.bytes;
+      const int8_t* b = (s.v_b >> k & 1) != 0 ? s.page.v_b + at * d_ : kZeroPlane;
+      read_value(s.page.v_h + at * (d_ / 2), l, b, readings_.data() + static_cast<size_t>(i) * d_);
+      share[i] = numerics::mul(numerics::from_bf16(s.page.v_scale[s.slot + numerics::scale_slot(k)]), unit);
+    }
+    for (int r = 0; r < g_.rows; ++r) {
+      const float* scaled = s.scaled[r];
+      double* weight = value_weight_[r];
+      for (int i = 0; i < count; ++i) weight[i] = numerics::round_u32(numerics::mul(scaled[list_[i]], share[i]));
     }
     out_.values_read += count;
     Ops::values(readings_.data(), value_weight_[0], count, g_.rows, d_, values_.data());
@@ -208,31 +229,25 @@ class RangeWorker {
     }
   }
 
+  void count_dropped(TileState& s) {
+    for (int r = 0; r < g_.rows; ++r) {
+      for (uint64_t gone = s.visible & ~s.v_h; gone != 0; gone &= gone - 1)
+        out_.dropped[r] += s.weight[r][std::countr_zero(gone)];
+    }
+  }
+
   /// Dropped keys of a settled block: its mean V row, and the codes the correction is predicted from.
-  void add_tail() {
-    const uint64_t gone = visible_ & ~v_h_;
-    const int64_t block = slot_ / kTile;
+  void add_tail(TileState& s) {
+    const int64_t block = s.slot / kTile;
     const double share =
-        static_cast<double>(numerics::from_bf16(page_.mean_scale[block])) * std::ldexp(1.0, -g_.e_exponent);
-    const int8_t* mean = page_.mean + block * d_;
-    const uint8_t* ubar = page_.ubar + block * d_;
-    uint32_t mask[kTile];
-    for (int k = 0; k < kTile; ++k) mask[k] = (gone >> k & 1) != 0 ? ~0u : 0u;
+        static_cast<double>(numerics::from_bf16(s.page.mean_scale[block])) * std::ldexp(1.0, -g_.e_exponent);
+    const int8_t* mean = s.page.mean + block * d_;
+    const uint8_t* ubar = s.page.ubar + block * d_;
+    const uint64_t gone = s.visible & ~s.v_h;
     bool any_code = false;
     for (int r = 0; r < g_.rows; ++r) {
-      const uint32_t* w = weight_[r];
-      const int shift = g_.fit_shift[r];
-      const uint32_t half = (1u << shift) >> 1;
-      int64_t mass = 0;
-      int32_t code_mass = 0;
-      uint8_t* codes = code_weight_[r];
-      for (int k = 0; k < kTile; ++k) {
-        const uint32_t weight = w[k] & mask[k];
-        mass += weight;
-        const uint32_t code = std::min(255u, (weight + half) >> shift);
-        codes[k] = static_cast<uint8_t>(code);
-        code_mass += static_cast<int32_t>(code);
-      }
+      int64_t code_mass = 0;
+      const int64_t mass = Ops::codes(s.weight[r], gone, g_.fit_shift[r], code_weight_[r], code_mass);
       out_.dropped[r] += mass;
       const double stand_in = std::rint(static_cast<double>(mass) * share);
       double* means = &means_[static_cast<size_t>(r) * d_];
@@ -240,9 +255,9 @@ class RangeWorker {
       if (!correct_ || code_mass == 0) continue;
       any_code = true;
       int32_t* code_means = &code_means_[static_cast<size_t>(r) * d_];
-      for (int c = 0; c < d_; ++c) code_means[c] += code_mass * ubar[c];
+      for (int c = 0; c < d_; ++c) code_means[c] += static_cast<int32_t>(code_mass) * ubar[c];
     }
-    if (any_code) Ops::code_sums(page_.k_h + slot_ * (d_ / 2), code_weight_[0], g_.rows, d_, codes_.data());
+    if (any_code) Ops::code_sums(s.page.k_h + s.slot * (d_ / 2), code_weight_[0], g_.rows, d_, codes_.data());
     out_.bytes += d_ + 2 + (correct_ ? d_ : 0);
   }
 
@@ -297,18 +312,12 @@ class RangeWorker {
     return static_cast<uint64_t>(static_cast<int64_t>(std::clamp(a, -0x1p62, 0x1p62)));
   }
 
-  void count_bytes(int64_t t) {
-    const int64_t half = d_ / 2;
-    out_.bytes += std::popcount(visible_) * (half + 2) + std::popcount(k_l_) * half +
-                  std::popcount(k_b_) * int64_t{d_} + std::popcount(v_h_) * (half + 2) + std::popcount(v_l_) * half +
-                  std::popcount(v_b_) * int64_t{d_};
-    if (g_.settled(t)) out_.bytes += 2;  // the block's bound
+  static void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
   }
 
-  void key_rows(int key, int i) {
-    const int64_t at = slot_ + key;
-    rows_.h[i] = page_.k_h + at * (d_ / 2);
-    rows_.l[i] = page_.k_l + at * (d_ / 2);
+  static void prefetch_rows(const uint8_t* tile, uint64_t keys, int64_t row_bytes) {
+    for (; keys != 0; keys &= keys - 1) prefetch(tile + std::countr_zero(keys) * row_bytes, row_bytes);
   }
 
   static int list(uint64_t mask, int* keys) {
@@ -321,18 +330,12 @@ class RangeWorker {
   RangeSums& out_;
   const int d_;
   const CacheLayout& layout_;
-  bool correct_;
+  const bool correct_;
 
-  // The tile at hand.
-  plan::HeadPage page_{};
-  int64_t slot_ = 0;                                                        // of its first key
-  uint64_t visible_ = 0, k_l_ = 0, k_b_ = 0, v_h_ = 0, v_l_ = 0, v_b_ = 0;  // key sets
-  alignas(64) float key_scale_[kTile];
+  TileState stages_[3];
   int list_[kTile];
   KeyRows rows_{};
-  RowTile<float> x_;
-  RowTile<int32_t> dot0_, dot1_, dot2_;
-  RowTile<uint32_t> weight_;
+  RowTile<int32_t> dot_, deeper_dot_;
   RowTile<double> value_weight_;
   RowTile<uint8_t> code_weight_;
   std::vector<int16_t> readings_;  // (64, D)
