@@ -128,7 +128,7 @@ class Backward {
   void key_tile(const TileTask& task, Scratch& x) {
     const Sequence& s = all_[static_cast<size_t>(task.sequence)];
     const int64_t first = task.tile * kKeyTile, count = std::min(kKeyTile, s.k_len - first);
-    const int64_t cols = plan::round_up(count, 16);
+    const int64_t cols = plan::round_up(count, plan::kTileStep);
     kernels_.load_rows(row_address(p_.k, p_.dtype, s, s.k_begin, first, task.head), p_.dtype, p_.k.stride_row, count,
                        cols, p_.head_dim, x.staging.data());
     transpose_words(x.staging.data(), cols, words_, kKeyTile, x.k_columns.data());
@@ -157,7 +157,8 @@ class Backward {
   /// The share of one query tile in the gradients of one key tile, and the reverse.
   void query_tile(const Sequence& s, int64_t head, int64_t begin, int64_t first, int64_t count, Scratch& x) {
     const int64_t rows = std::min(kQueryTile, s.q_len - begin);
-    bool any = false, any_wide = false;
+    int64_t seen = 0;  // keys of the tile up to the last one that a row sees
+    bool any_wide = false;
     for (int64_t r = 0; r < kQueryTile; ++r) {
       x.first[r] = x.last[r] = 0;
       x.lse2[r] = x.delta[r] = 0.0f;
@@ -168,16 +169,16 @@ class Backward {
       const KeyRange keys = visible_keys(p_, s, begin + r);
       x.first[r] = static_cast<int32_t>(std::clamp<int64_t>(keys.first - first, 0, count));
       x.last[r] = static_cast<int32_t>(std::clamp<int64_t>(keys.last - first, 0, count));
-      any = any || x.first[r] < x.last[r];
+      if (x.first[r] < x.last[r]) seen = std::max<int64_t>(seen, x.last[r]);
       x.lse2[r] = lse2_[at];
       x.delta[r] = delta_[at];
     }
-    if (any) plain_rows(s, head, begin, rows, count, x);
+    if (seen > 0) plain_rows(s, head, begin, rows, plan::round_up(seen, plan::kTileStep), x);
     if (any_wide) wide_rows(s, head, begin, rows, {first, first + count}, x);
   }
 
-  void plain_rows(const Sequence& s, int64_t head, int64_t begin, int64_t rows, int64_t count, Scratch& x) {
-    const int64_t pack = kernels_.pack, even_rows = plan::round_up(rows, pack), cols = plan::round_up(count, 16);
+  void plain_rows(const Sequence& s, int64_t head, int64_t begin, int64_t rows, int64_t keys, Scratch& x) {
+    const int64_t pack = kernels_.pack, even_rows = plan::round_up(rows, pack);
     kernels_.load_rows(row_address(p_.q, p_.dtype, s, s.q_begin, begin, head), p_.dtype, p_.q.stride_row, rows,
                        kQueryTile, p_.head_dim, x.q.data());
     kernels_.load_rows(row_address(b_.dout, p_.dtype, s, s.q_begin, begin, head), p_.dtype, b_.dout.stride_row, rows,
@@ -194,7 +195,7 @@ class Backward {
                    .c = x.scores.data(),
                    .c_row = kKeyTile,
                    .rows = rows,
-                   .cols = cols,
+                   .cols = keys,
                    .words = words_,
                    .accumulate = false});
     kernels_.gemm({.a = x.dout.data(),
@@ -205,14 +206,14 @@ class Backward {
                    .c = x.dp.data(),
                    .c_row = kKeyTile,
                    .rows = rows,
-                   .cols = cols,
+                   .cols = keys,
                    .words = words_,
                    .accumulate = false});
     kernels_.gradient({.scores = x.scores.data(),
                        .dp = x.dp.data(),
                        .ld = kKeyTile,
                        .rows = even_rows,
-                       .cols = cols,
+                       .cols = keys,
                        .first = x.first,
                        .last = x.last,
                        .scale = scale_,
@@ -228,7 +229,7 @@ class Backward {
                    .b_word = padded_,
                    .c = x.dv.data(),
                    .c_row = padded_,
-                   .rows = count,
+                   .rows = keys,
                    .cols = padded_,
                    .words = even_rows / pack,
                    .accumulate = true});
@@ -239,7 +240,7 @@ class Backward {
                    .b_word = padded_,
                    .c = x.dk.data(),
                    .c_row = padded_,
-                   .rows = count,
+                   .rows = keys,
                    .cols = padded_,
                    .words = even_rows / pack,
                    .accumulate = true});
@@ -252,7 +253,7 @@ class Backward {
                    .c_row = padded_,
                    .rows = rows,
                    .cols = padded_,
-                   .words = cols / pack,
+                   .words = keys / pack,
                    .accumulate = false});
     grid_.add(workspace_row(s, head, begin), rows, x.dq.data());
   }

@@ -78,7 +78,7 @@ class Forward {
       const auto [sequence, head, tile] = tasks[t];
       const Sequence& s = all_[static_cast<size_t>(sequence)];
       const int64_t first = tile * kKeyTile, count = std::min(kKeyTile, s.k_len - first);
-      const int64_t at = packed_at(sequence, head, tile), padded_count = plan::round_up(count, 16);
+      const int64_t at = packed_at(sequence, head, tile), padded_count = plan::round_up(count, plan::kTileStep);
       Word* staging = rows.data() + omp_get_thread_num() * kKeyTile * words_;
       kernels_.load_rows(row_address(p_.k, p_.dtype, s, s.k_begin, first, head), p_.dtype, p_.k.stride_row, count,
                          padded_count, p_.head_dim, staging);
@@ -104,7 +104,7 @@ class Forward {
         x.first[r] = static_cast<int32_t>(std::clamp<int64_t>(x.keys[r].first - first, 0, kKeyTile));
         x.last[r] = static_cast<int32_t>(std::clamp<int64_t>(x.keys[r].last - first, 0, kKeyTile));
       }
-      const int64_t cols = plan::round_up(std::min(kKeyTile, s.k_len - first), 16);
+      const int64_t cols = plan::round_up(std::min(kKeyTile, span.last - first), plan::kTileStep);
       const int64_t at = packed_at(task.sequence, kv_head, k);
       kernels_.gemm({.a = x.q.data(),
                      .a_row = words_,

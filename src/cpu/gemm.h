@@ -18,8 +18,8 @@ namespace fold::cpu {
 
 using Word = uint32_t;
 
-/// c (rows, cols) = or += a (rows, words) * b (words, cols). `cols` is a multiple of 16; the buffers behind a and c
-/// hold rows rounded up to kRowBlock.
+/// c (rows, cols) = or += a (rows, words) * b (words, cols). `cols` is a multiple of 16. Rows are computed in blocks
+/// that divide kRowBlock: the buffers behind a and c hold a multiple of it.
 struct GemmArgs {
   const Word* a;
   ptrdiff_t a_row, a_word;  // strides

@@ -133,7 +133,12 @@ struct Tiles {
     static_assert(kRowBlock % S::kRows == 0);
     int64_t column = 0;
     for (; column + S::kVectors * kLanes <= g.cols; column += S::kVectors * kLanes) panel<S::kVectors>(g, column);
-    for (; column < g.cols; column += kLanes) panel<1>(g, column);
+    const int64_t rest = (g.cols - column) / kLanes;  // below kVectors <= 4
+    if (rest == 1) panel<1>(g, column);
+    if constexpr (S::kVectors > 2) {
+      if (rest == 2) panel<2>(g, column);
+      if (rest == 3) panel<3>(g, column);
+    }
   }
 
   // ---- softmax --------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@
 // is decided here from that sequence's own shape and the element type, never from its neighbours or the machine.
 namespace fold::plan {
 
-// Tiles. Both are multiples of every kernel's register block (4 and 6 rows; 64 columns).
+// Tiles: rows of queries and of keys that are multiplied at once. A tile that is seen in part is cut to a multiple of
+// kTileStep, which is a whole number of vectors (16 lanes) and of register blocks (4 or 6 rows).
 constexpr int64_t kQueryTile = 96;
 constexpr int64_t kKeyTile = 192;
+constexpr int64_t kTileStep = 48;
 
 /// Where one sequence lies among all rows.
 struct Sequence {
