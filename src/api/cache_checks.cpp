@@ -21,6 +21,14 @@ plan::CacheView cache_view(const CacheStorage& cache) {
           .sections = sections};
 }
 
+void require_heads(int64_t heads, int64_t kv_heads) {
+  constexpr int64_t kMaxRows = 64;  // query heads a KV head may serve
+  if (heads % kv_heads != 0 || heads / kv_heads < 1 || heads / kv_heads > kMaxRows) {
+    fail_value("n_heads", std::to_string(heads),
+               "a multiple of n_kv_heads=" + std::to_string(kv_heads) + ", 1 to 64 times it");
+  }
+}
+
 void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages,
                    int64_t keys) {
   const int64_t needed = (keys + cache.layout.page_size - 1) / cache.layout.page_size;

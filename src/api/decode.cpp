@@ -5,6 +5,7 @@
 
 #include "api/cache_checks.h"
 #include "api/checks.h"
+#include "api/decode_checks.h"
 #include "cpu/decode.h"
 #include "numerics/gates.h"
 
@@ -17,17 +18,9 @@ using api::require_last_contiguous;
 using api::require_size;
 using api::require_tensor;
 
-constexpr int64_t kMaxRows = 64;  // query heads a KV head may serve
 constexpr int64_t kMaxTreeNodes = 64;
 
 std::string at(const char* name, int64_t b) { return std::string(name) + "[" + std::to_string(b) + "]"; }
-
-void check_heads(int64_t heads, int64_t kv_heads) {
-  if (heads % kv_heads != 0 || heads / kv_heads < 1 || heads / kv_heads > kMaxRows) {
-    fail_value("n_heads", std::to_string(heads),
-               "a multiple of n_kv_heads=" + std::to_string(kv_heads) + ", 1 to 64 times it");
-  }
-}
 
 /// Lengths, page ids and draft masks: everything that is read to know which keys a row sees.
 void check_requests(const DecodeArgs& args, const plan::DecodeParams& p) {
@@ -89,7 +82,7 @@ plan::DecodeParams checked_params(const CacheStorage& cache, const DecodeArgs& a
   p.batch = args.q.shape[0];
   p.tokens = args.q.shape[1];
   p.heads = args.q.shape[2];
-  check_heads(p.heads, cache.layout.n_kv_heads);
+  api::require_heads(p.heads, cache.layout.n_kv_heads);
   p.q = args.q.data;
   p.q_dtype = args.q.dtype;
   p.q_stride_b = args.q.strides[0];
@@ -186,7 +179,8 @@ PartialView checked_partial(const Partial& partial) {
 
 }  // namespace
 
-void decode(const CacheStorage& cache, const DecodeArgs& args, const DecodeResults& results) {
+plan::DecodeParams api::checked_decode(const CacheStorage& cache, const DecodeArgs& args,
+                                       const DecodeResults& results) {
   plan::DecodeParams p = checked_params(cache, args);
   check_output(results.out, p.batch, p.tokens, p.heads, cache.layout.head_dim);
   p.out = results.out.data;
@@ -200,7 +194,11 @@ void decode(const CacheStorage& cache, const DecodeArgs& args, const DecodeResul
   p.recomputed = result<uint8_t>("recomputed", results.recomputed, DType::u8, {p.batch, p.tokens, p.heads});
   p.bytes_read =
       result<int64_t>("bytes_read", results.bytes_read, DType::i64, {p.batch, p.tokens, cache.layout.n_kv_heads});
-  cpu::decode(p);
+  return p;
+}
+
+void decode(const CacheStorage& cache, const DecodeArgs& args, const DecodeResults& results) {
+  cpu::decode(api::checked_decode(cache, args, results));
 }
 
 void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t begin, int64_t end, const Partial& out) {
