@@ -1,12 +1,15 @@
 """Attention over whole sequences: the training entry points, with the signatures that users of flash-attn know."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fold_attention.attention_ops import forward, forward_out, lse_shape
 from fold_attention.errors import bad_type, bad_value
+
+#: A Tensor, or two of them with `return_lse`: which, only the caller's arguments say.
+Output: TypeAlias = Any
 
 
 def fold_attn_func(
@@ -29,7 +32,7 @@ def fold_attn_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """Attention of every query over the keys it may see; differentiable in q, k, v and sinks.
 
     Gradients and outputs are the same bits over repeats, alone or in a batch, and for any number of threads.
@@ -94,7 +97,7 @@ def fold_attn_varlen_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     """`fold_attn_func` for sequences packed one behind the other; each gets the bits it would get alone.
 
     Args:
@@ -139,7 +142,7 @@ def _attention(
     sinks: Tensor | None,
     out: Tensor | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Output:
     for name, value in zip(("q", "k", "v"), qkv, strict=True):
         _require_tensor(name, value)
     if sinks is not None:

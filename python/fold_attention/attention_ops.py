@@ -91,8 +91,7 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv (as q, k, v, contiguous) and dsinks (H,) fp32, empty where there are no sinks."""
-    grads = _backward_fake(dout, q, k, v, sinks)
-    dq, dk, dv, dsinks = grads
+    dq, dk, dv, dsinks = _backward_fake(dout, q, k, v, sinks)
     # An incoming gradient may have any strides (those of a sum are all 0); the library wants contiguous channels.
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     lib.attention_backward(
@@ -114,7 +113,7 @@ def backward(
         dv,
         None if sinks is None else dsinks,
     )
-    return grads
+    return dq, dk, dv, dsinks
 
 
 @backward.register_fake

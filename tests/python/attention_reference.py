@@ -35,9 +35,10 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), sinks=None)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 
-def run(function, q, k, v, dout, sinks=None, **options):
-    """out, lse and the gradients (dq, dk, dv[, dsinks]) of function, called with leaves made from the arguments."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+def run(function, *tensors, sinks=None, **options):
+    """tensors q, k, v, dout -> out, lse and the gradients (dq, dk, dv[, dsinks]) of function at them."""
+    *qkv, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in (*qkv, *(() if sinks is None else (sinks,)))]
     out, lse = function(*leaves[:3], sinks=leaves[3] if sinks is not None else None, **options)
     return (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
 
