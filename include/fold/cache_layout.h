@@ -26,7 +26,7 @@ struct PageSections {
   int64_t mean_scale;          ///< (HK, P/64) bf16
   int64_t mean;                ///< (HK, P/64, D) i8: block mean of V
   int64_t ubar;                ///< (HK, P/64, D) u8: block mean of K's h codes, in 1/16
-  int64_t fit_in, fit_out;     ///< (HK, F, 16, D) i8: P and U of a fit; F = max(1, P/256) slots
+  int64_t fit_in, fit_out;     ///< (HK, F, 16, D) i8: P and U of a fit; F = ceil(P/256) slots
   int64_t fit_scale;           ///< (HK, F, 16) f32
   int64_t bytes;               ///< size of a page; a multiple of 128
 };

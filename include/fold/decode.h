@@ -14,9 +14,10 @@ struct CacheWriteArgs {
   TensorView k, v;          ///< (T_total, HK, D) f32, bf16 or f16; last stride 1; k and v may differ in strides
   TensorView block_table;   ///< (B, max_pages) i32: page ids of each request; entries past its length are never read
   TensorView seqlens;       ///< (B,) i32: keys each request holds *before* the call
-  TensorView cu_seqlens;    ///< (B + 1,) i32: request b brings tokens cu_seqlens[b] .. cu_seqlens[b + 1]
+  TensorView cu_seqlens;    ///< (B + 1,) i32: request b brings tokens cu_seqlens[b] .. cu_seqlens[b + 1]; tokens from
+                            ///< cu_seqlens[B] on are ignored
   TensorView slot_mapping;  ///< optional (T_total,) i64: page * page_size + slot; -1 marks a padding token, which is
-                            ///< skipped. Others must agree with block_table
+                            ///< skipped and takes no position. Others must agree with block_table
 };
 
 FOLD_API void cache_write(const CacheStorage& cache, const CacheWriteArgs& args);

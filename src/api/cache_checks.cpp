@@ -29,15 +29,15 @@ void require_heads(int64_t heads, int64_t kv_heads) {
   }
 }
 
-void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages,
-                   int64_t keys) {
+void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages, int64_t keys,
+                   int64_t first_key) {
   const int64_t needed = (keys + cache.layout.page_size - 1) / cache.layout.page_size;
   const std::string where = "[" + std::to_string(request) + "]";
   if (needed > max_pages) {
     fail_value("keys of request " + std::to_string(request), std::to_string(keys),
                "block_table has room for " + std::to_string(max_pages * cache.layout.page_size));
   }
-  for (int64_t i = 0; i < needed; ++i) {
+  for (int64_t i = first_key / cache.layout.page_size; i < needed; ++i) {
     if (table[i] < 0 || table[i] >= cache.num_pages) {
       fail_value("block_table" + where + "[" + std::to_string(i) + "]", std::to_string(table[i]),
                  "page ids 0.." + std::to_string(cache.num_pages - 1));

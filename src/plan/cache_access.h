@@ -35,8 +35,7 @@ FOLD_HD HeadPage head_page(const CacheView& cache, int64_t page_id, int64_t head
   const PageSections& s = cache.sections;
   const int64_t d = cache.layout.head_dim, row = head * cache.layout.page_size;
   const int64_t block = row / numerics::kTile;
-  const int64_t slots =
-      cache.layout.page_size > numerics::kFitSlotKeys ? cache.layout.page_size / numerics::kFitSlotKeys : 1;
+  const int64_t slots = (cache.layout.page_size + numerics::kFitSlotKeys - 1) / numerics::kFitSlotKeys;
   const int64_t fit = head * slots * numerics::kRank;
   return {section<uint8_t>(page, s.k_h, row * d / 2), section<uint8_t>(page, s.k_l, row * d / 2),
           section<int8_t>(page, s.k_b, row * d),      section<uint16_t>(page, s.k_scale, row),

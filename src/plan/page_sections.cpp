@@ -24,7 +24,7 @@ void check_layout(const CacheLayout& layout) {
 }
 
 int64_t fit_slots(const CacheLayout& layout) {
-  return layout.page_size > numerics::kFitSlotKeys ? layout.page_size / numerics::kFitSlotKeys : 1;
+  return (layout.page_size + numerics::kFitSlotKeys - 1) / numerics::kFitSlotKeys;
 }
 
 PageSections page_sections(const CacheLayout& layout) {

@@ -30,11 +30,11 @@ class PageSections:
 
     k_h: int
     k_l: int
+    k_b: int
+    k_scale: int
     v_h: int
     v_l: int
-    k_b: int
     v_b: int
-    k_scale: int
     v_scale: int
     bound: int
     mean_scale: int
@@ -48,7 +48,7 @@ class PageSections:
 
 def fit_slots(layout: Layout) -> int:
     """Fits that a page has room for, per KV head."""
-    return max(1, layout.page_size // 256)
+    return -(-layout.page_size // 256)
 
 
 def page_sections(layout: Layout) -> PageSections:
@@ -58,11 +58,11 @@ def page_sections(layout: Layout) -> PageSections:
     sizes = {
         "k_h": keys * d // 2,
         "k_l": keys * d // 2 * (layout.k_bits >= 8),
+        "k_b": keys * d * (layout.k_bits == 16),
+        "k_scale": keys * 2,
         "v_h": keys * d // 2,
         "v_l": keys * d // 2 * (layout.v_bits >= 8),
-        "k_b": keys * d * (layout.k_bits == 16),
         "v_b": keys * d * (layout.v_bits == 16),
-        "k_scale": keys * 2,
         "v_scale": keys * 2,
         "bound": blocks * 2,
         "mean_scale": blocks * 2 * layout.tail,
