@@ -44,7 +44,7 @@ struct Scratch {
   Buffer<float> dq;                                     // (kQueryTile, Dp)
   Buffer<float> scores, dp;                             // (kQueryTile, kKeyTile)
   Buffer<Word> p_pairs, ds_pairs, ds_rows;
-  float lse2[kQueryTile], delta[kQueryTile];
+  float lse2[kQueryTile], lse2_low[kQueryTile], delta[kQueryTile];
   int32_t first[kQueryTile], last[kQueryTile];
 };
 
@@ -60,6 +60,7 @@ class Backward {
         scale_(base2_scale(p_)),
         norms_(visible_norms(p_, all_, kernels_)),
         lse2_(p_.heads * p_.total_q),
+        lse2_low_(p_.heads * p_.total_q),
         delta_(p_.heads * p_.total_q),
         is_wide_(p_.heads * p_.total_q),
         wide_(p_.heads * p_.total_q),
@@ -119,7 +120,9 @@ class Backward {
     if (is_wide_[at]) {
       wide_[at] = wide_backward_row(b_, s, head, row);
     } else {
-      lse2_[at] = empty ? 0.0f : static_cast<float>(lse * kLog2E);
+      const double lse2 = empty ? 0.0 : lse * kLog2E;
+      lse2_[at] = static_cast<float>(lse2);
+      lse2_low_[at] = static_cast<float>(lse2 - lse2_[at]);
       delta_[at] = empty ? 0.0f : delta;
       grid_.start_row(at, empty ? 0.0 : bound);
     }
@@ -161,7 +164,7 @@ class Backward {
     bool any_wide = false;
     for (int64_t r = 0; r < kQueryTile; ++r) {
       x.first[r] = x.last[r] = 0;
-      x.lse2[r] = x.delta[r] = 0.0f;
+      x.lse2[r] = x.lse2_low[r] = x.delta[r] = 0.0f;
       if (r >= rows) continue;
       const int64_t at = workspace_row(s, head, begin + r);
       any_wide = any_wide || is_wide_[at];
@@ -171,6 +174,7 @@ class Backward {
       x.last[r] = static_cast<int32_t>(std::clamp<int64_t>(keys.last - first, 0, count));
       if (x.first[r] < x.last[r]) seen = std::max<int64_t>(seen, x.last[r]);
       x.lse2[r] = lse2_[at];
+      x.lse2_low[r] = lse2_low_[at];
       x.delta[r] = delta_[at];
     }
     if (seen > 0) plain_rows(s, head, begin, rows, plan::round_up(seen, plan::kTileStep), x);
@@ -218,6 +222,7 @@ class Backward {
                        .last = x.last,
                        .scale = scale_,
                        .lse2 = x.lse2,
+                       .lse2_low = x.lse2_low,
                        .delta = x.delta,
                        .p_pairs = x.p_pairs.data(),
                        .ds_pairs = x.ds_pairs.data(),
@@ -295,7 +300,7 @@ class Backward {
           const int64_t at = workspace_row(s, head, row);
           const WideReference& wide = wide_[at].reference;
           sum -= is_wide_[at] ? std::exp(sink - wide.max - wide.log_sum) * wide_[at].delta
-                              : std::exp(sink - lse2_[at] / kLog2E) * delta_[at];
+                              : std::exp(sink - (static_cast<double>(lse2_[at]) + lse2_low_[at]) * kLn2) * delta_[at];
         }
         total += sum;
       }
@@ -328,7 +333,8 @@ class Backward {
   const float scale_;
   const VisibleNorms norms_;
   // (H, total_q)
-  Buffer<float> lse2_, delta_;
+  Buffer<float> lse2_, lse2_low_;  // log-sum-exp in base 2, in two parts
+  Buffer<float> delta_;
   Buffer<uint8_t> is_wide_;
   Buffer<WideRow> wide_;
   DqGrid grid_;

@@ -32,9 +32,9 @@ struct GemmArgs {
 };
 constexpr int64_t kRowBlock = 12;  ///< a multiple of the rows of every register block
 
-/// One step of the online softmax. `scores` holds raw dot products and is overwritten.
+/// One step of the online softmax. `scores` holds raw dot products.
 struct SoftmaxArgs {
-  float* scores;  // (rows, ld)
+  const float* scores;  // (rows, ld)
   int64_t ld, rows, cols;
   const int32_t *first, *last;  // (rows,) visible columns [first, last)
   float scale;                  // softmax_scale * log2(e)
@@ -45,15 +45,15 @@ struct SoftmaxArgs {
   int64_t weights_ld;
 };
 
-/// P = 2^(scale * S - lse2) and dS = P (dP - delta), zero where a row does not see the key.
+/// P = 2^(scale * S - lse2 - lse2_low) and dS = P (dP - delta), zero where a row does not see the key.
 struct GradientArgs {
   const float *scores, *dp;  // (rows, ld)
   int64_t ld, rows, cols;    // rows: a multiple of pack
   const int32_t *first, *last;
   float scale;
-  const float *lse2, *delta;  // (rows,)
-  Word *p_pairs, *ds_pairs;   // (rows / pack, ld) words of adjacent rows
-  Word* ds_rows;              // (rows, ld / pack) words of adjacent keys; for pack 1 the same buffer as ds_pairs
+  const float *lse2, *lse2_low, *delta;  // (rows,)
+  Word *p_pairs, *ds_pairs;              // (rows / pack, ld) words of adjacent rows
+  Word* ds_rows;  // (rows, ld / pack) words of adjacent keys; for pack 1 the same buffer as ds_pairs
 };
 
 /// grid (rows, grid_ld) += rne(x * multiplier[row]).

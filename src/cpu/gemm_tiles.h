@@ -165,13 +165,12 @@ struct Tiles {
         std::memset(weights, 0, static_cast<size_t>(s.cols / W::kPack) * sizeof(Word));
         continue;
       }
-      float* x = s.scores + r * s.ld;
+      const float* x = s.scores + r * s.ld;
       const bool all = first == 0 && last >= s.cols;
       F high = S::set1(-__builtin_inff());
       for (int64_t c = 0; c < s.cols; c += kLanes) {
         F t = S::mul(S::load(x + c), scale);
         if (!all) t = S::keep(t, -__builtin_inff(), static_cast<int32_t>(c), first, last);
-        S::store(x + c, t);
         high = S::max(high, t);
       }
       const float tile_max = S::max_lane(high);
@@ -182,10 +181,11 @@ struct Tiles {
         float* out = s.out + r * s.out_ld;
         for (int64_t d = 0; d < s.out_ld; d += kLanes) S::store(out + d, S::mul(S::load(out + d), shrink));
       }
-      const F max = S::set1(s.max[r]);
+      const F minus_max = S::set1(-s.max[r]);
       F sum = S::set1(0.0f);
       for (int64_t c = 0; c < s.cols; c += kLanes) {
-        const F p = exp2(S::sub(S::load(x + c), max));
+        F p = exp2(S::fma(S::load(x + c), scale, minus_max));
+        if (!all) p = S::keep(p, 0.0f, static_cast<int32_t>(c), first, last);
         sum = S::add(sum, p);
         W::store_row(weights, c, p);
       }
@@ -207,7 +207,8 @@ struct Tiles {
 #pragma GCC unroll 2
         for (int h = 0; h < W::kPack; ++h) {
           const int64_t row = r + h, at = row * g.ld + c;
-          p[h] = exp2(S::sub(S::mul(S::load(g.scores + at), scale), S::set1(g.lse2[row])));
+          const F t = S::fma(S::load(g.scores + at), scale, S::set1(-g.lse2[row]));
+          p[h] = exp2(S::sub(t, S::set1(g.lse2_low[row])));
           ds[h] = S::mul(p[h], S::sub(S::load(g.dp + at), S::set1(g.delta[row])));
           if (!all) {
             p[h] = S::keep(p[h], 0.0f, static_cast<int32_t>(c), g.first[row], g.last[row]);

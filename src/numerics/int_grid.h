@@ -40,12 +40,12 @@ FOLD_HD double dq_bound(double dout_norm, double v_norm, double delta, double k_
 
 /// The shift k with which x is rounded to the integer rne(x 2^k), so that sums fit a signed integer of bits + 2 bits.
 ///
-/// Proof. Let 2^e >= bound and k = bits - e. P in the backward is 2^(t - lse2) with the exponents of the forward: both
-/// form t as the same fp32 product of a dot product of at most 256 terms, whose two evaluations differ by at most
-/// 2 * 256 * 2^-24 * kMaxLogit = 1/2 however they are ordered, and lse2 is off by at most 2 * 2^-24 * kMaxLogit = 2^-9.
-/// So sum_j P_j <= 2^(1/2 + 2^-9) < 1.417. The true sum of a row's partials is below 1.417 * 2^bits in units of the
+/// Proof. Let 2^e >= bound and k = bits - e. P in the backward is 2^(t - lse2), t the scaled dot product of at most 256
+/// terms, in fp32. The forward's t and the backward's differ by at most 2 * 256 * 2^-24 * kMaxLogit = 1/2 however the
+/// two are ordered; the rounding of lse and of t - lse2 adds less than 4 * 2^-24 * kMaxLogit = 2^-8.
+/// So sum_j P_j <= 2^(1/2 + 2^-8) < 1.419. The true sum of a row's partials is below 1.419 * 2^bits in units of the
 /// grid; rounding adds at most 1/2 per partial. With fewer than 2^28 partials (key tiles) the sum is below
-/// 1.417 * 2^bits + 2^27 < 2^(bits + 1), which a signed integer of bits + 2 bits holds; every single partial and every
+/// 1.419 * 2^bits + 2^27 < 2^(bits + 1), which a signed integer of bits + 2 bits holds; every single partial and every
 /// sum of some of the partials obeys the same bound, so no order of addition can wrap.
 FOLD_HD int grid_shift(double bound, int bits) { return bound > 0.0 ? bits - log2_ceil(bound) : 0; }
 
