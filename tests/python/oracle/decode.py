@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from oracle.cache import OracleCache
 from oracle.fit import largest_mark
-from oracle.ieee import F32, I64, Bool, bf16_value, f32, fix, fma, log2
+from oracle.ieee import F32, F64, I64, Bool, bf16_value, f32, fix, fma, log2
 from oracle.planes import BLOCK, rotate
 from oracle.reference import LOG2_E, Queries, VisibleKeys, make_queries, reference, relative_logits
 
@@ -51,23 +51,19 @@ class Levels:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """What the G rows of one token on one KV head return. Rows that are NaN or see no key have zero sums."""
+    """What the G rows of one token on one KV head return. In NaN rows the sums are 0, and z and e NaN."""
 
     out: F32  # (G, D)
     lse: F32  # (G,) natural logarithm
     z: F32  # (G,) the reference used last, base 2
-    e: np.float32  # E; NaN for a poisoned token, 0 without keys
+    e: F32  # (G,) E
     num: I64  # (G, D) unit E 2^-42, rotated channels
     den: I64  # (G,) unit 2^-26, without the sink
-    dropped: I64  # (G,) the share of den that dropped keys hold
+    dropped: I64  # (G,) the part of den that dropped keys hold
+    dropped_mass: F64  # (G,) its share of the denominator, the sink's part included
     kept_fraction: float  # keys whose V was read / visible keys
     recomputed: Bool  # (G,) rows whose reference was out of range
     levels: Levels
-
-    @property
-    def dropped_mass(self) -> npt.NDArray[np.float64]:
-        """(G,) share of the denominator without the sink."""
-        return self.dropped / np.maximum(self.den, 1)
 
 
 @np.errstate(all="ignore")
@@ -164,12 +160,17 @@ class Token:
 
 
 @np.errstate(all="ignore")
-def finish(num: I64, den: I64, z: F32, e: np.float32, sinks: F32 | None) -> tuple[F32, F32, Bool]:
+def with_sinks(den: I64, z: F32, sinks: F32 | None) -> I64:
+    """Section 8: den' (G,); `sinks` (G,) in base 2."""
+    return den if sinks is None else den + fix(sinks - z)
+
+
+@np.errstate(all="ignore")
+def finish(num: I64, den: I64, z: F32, e: F32, sinks: F32 | None) -> tuple[F32, F32, Bool]:
     """Section 8: out (G, D), LSE (G,) and whether the denominator is in range. `sinks` (G,) in base 2."""
-    if sinks is not None:
-        den = den + fix(sinks - z)
+    den = with_sinks(den, z, sinks)
     quotient = f32(num.astype(np.float64) / den.astype(np.float64)[:, None])
-    out = rotate(quotient * (e * np.float32(2.0**-16)))
+    out = rotate(quotient * (e * np.float32(2.0**-16))[:, None])
     lse = (z + (log2(f32(den)) - np.float32(26))) * LN_2
     return out, lse, (den >= SAFE[0]) & (den < SAFE[1])
 
@@ -184,6 +185,7 @@ def _prepare(
     return queries, Token(cache, head, keys, window is not None, span or (0, position + 1), e)
 
 
+@np.errstate(all="ignore")
 def _base2(sinks: npt.ArrayLike | None) -> F32 | None:
     return None if sinks is None else f32(sinks) * np.float32(LOG2_E)
 
@@ -196,11 +198,20 @@ def _run(token: Token, queries: Queries, z: F32, gates: F32) -> RowGroup:
     levels, x = decide(queries[live], token.keys, z[live], gates[live])
     if live.any():
         num[live], den[live], dropped[live] = token.sums(x, levels, gates[live])
+    nan = np.full(g, np.nan, np.float32)
     return RowGroup(
-        out=np.full((g, d), np.nan, np.float32), lse=np.full(g, np.nan, np.float32), z=np.where(live, z, np.nan),
-        e=token.e, num=num, den=den, dropped=dropped, kept_fraction=float((levels.v > 0).mean()),
-        recomputed=np.zeros(g, np.bool_), levels=levels,
-    )  # fmt: skip
+        out=np.full((g, d), np.nan, np.float32),
+        lse=nan,
+        z=np.where(live, z, nan),
+        e=np.where(live, token.e, nan),
+        num=num,
+        den=den,
+        dropped=dropped,
+        dropped_mass=nan.astype(np.float64),
+        kept_fraction=float((levels.v > 0).mean()),
+        recomputed=np.zeros(g, np.bool_),
+        levels=levels,
+    )
 
 
 def _empty(g: int, d: int) -> RowGroup:
@@ -208,15 +219,25 @@ def _empty(g: int, d: int) -> RowGroup:
     zeros, none = np.zeros(g, np.int64), np.zeros(0, np.int64)
     low = np.full(g, -np.inf, np.float32)
     return RowGroup(
-        np.zeros((g, d), np.float32), low, low, np.float32(0), np.zeros((g, d), np.int64), zeros, zeros, 0.0,
-        np.zeros(g, np.bool_), Levels(none, none),
-    )  # fmt: skip
+        out=np.zeros((g, d), np.float32),
+        lse=low,
+        z=low,
+        e=np.zeros(g, np.float32),
+        num=np.zeros((g, d), np.int64),
+        den=zeros,
+        dropped=zeros,
+        dropped_mass=np.zeros(g),
+        kept_fraction=0.0,
+        recomputed=np.zeros(g, np.bool_),
+        levels=Levels(none, none),
+    )
 
 
 def _gates(gates: npt.ArrayLike, g: int) -> F32:
     return np.broadcast_to(np.asarray(gates, dtype=np.float32), (g, 5))
 
 
+@np.errstate(all="ignore")
 def decode_row_group(
     cache: OracleCache, head: int, q: npt.ArrayLike, position: int, *, gates: npt.ArrayLike = OPEN,
     softmax_scale: float | None = None, window: int | None = None, sinks: npt.ArrayLike | None = None,
@@ -235,7 +256,7 @@ def decode_row_group(
     for attempt in range(3):
         result = _run(token, queries, z, by_row)
         live = np.isfinite(result.z)
-        out, lse, safe = finish(result.num, result.den, result.z, token.e, sinks2)
+        out, lse, safe = finish(result.num, result.den, result.z, result.e, sinks2)
         wrong = live & ~safe
         recomputed |= wrong
         if not wrong.any():
@@ -249,6 +270,7 @@ def decode_row_group(
         result,
         out=np.where(good[:, None], out, np.float32(np.nan)),
         lse=np.where(good, lse, np.float32(np.nan)),
+        dropped_mass=np.where(good, result.dropped / with_sinks(result.den, result.z, sinks2), np.nan),
         recomputed=recomputed,
     )
 
