@@ -11,6 +11,22 @@ namespace fold::binding {
 using Tensor = tvm::ffi::TensorView;                              ///< a tensor argument, borrowed for the call
 using OptionalTensor = tvm::ffi::Optional<tvm::ffi::TensorView>;  ///< the same or None
 
+inline std::string dtype_text(const DLDataType& t) {
+  const auto named = [&t](const char* kind) { return kind + std::to_string(t.bits); };
+  switch (t.code) {
+    case kDLFloat:
+      return named("float");
+    case kDLInt:
+      return named("int");
+    case kDLUInt:
+      return named("uint");
+    case kDLComplex:
+      return named("complex");
+    default:
+      return "DLPack type " + std::to_string(t.code);
+  }
+}
+
 inline DType dtype_of(const DLDataType& t, const char* name) {
   if (t.lanes == 1) {
     switch (t.code << 8 | t.bits) {
@@ -34,7 +50,7 @@ inline DType dtype_of(const DLDataType& t, const char* name) {
         return DType::boolean;
     }
   }
-  throw Error(Error::Kind::type, std::string(name) + ".dtype", std::string(tvm::ffi::DLDataTypeToString(t)),
+  throw Error(Error::Kind::type, std::string(name) + ".dtype", dtype_text(t),
               "supported: float32, bfloat16, float16, int32, int64, int8, uint8, uint64, bool");
 }
 

@@ -1,5 +1,7 @@
 """Attention over whole sequences: the training entry points, with the signatures that users of flash-attn know."""
 
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -52,7 +54,7 @@ def fold_attn_func(
 
     Returns:
         out (B, Sq, H, D), dtype of q; with `return_lse` also lse (B, H, Sq), float32, natural log, which carries no
-        gradient. A query that sees no key has out 0, lse -inf (with a sink: the sink's logit) and gradients 0.
+        gradient. A query that sees no key has out 0, lse -inf (with a sink too) and gradients 0.
 
     Raises:
         ValueError, TypeError: for what cannot be honoured, as *what=got; allowed*.
@@ -148,7 +150,11 @@ def _attention(
     if sinks is not None:
         _require_tensor("sinks", sinks)
         sinks = sinks.float()
-    options = (softmax_scale, causal, *_window(window_size))
+    if not isinstance(causal, int):
+        raise bad_type("causal", causal, "allowed: bool")
+    if not isinstance(softmax_scale, (Real, torch.SymFloat, NoneType)):
+        raise bad_type("softmax_scale", softmax_scale, "allowed: a number, or None for 1 / sqrt(head_dim)")
+    options = (softmax_scale, bool(causal), *_window(window_size))
     if out is None:
         result, lse = forward(*qkv, sinks, *cu_seqlens, *options)
     else:
@@ -185,4 +191,6 @@ def _window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise bad_value("window_size", window_size, "allowed: (left, right)")
     left, right = (-1 if side is None else side for side in window_size)
+    if not isinstance(left, (Integral, torch.SymInt)) or not isinstance(right, (Integral, torch.SymInt)):
+        raise bad_type("window_size", window_size, "allowed: whole numbers of keys, or None")
     return left, right

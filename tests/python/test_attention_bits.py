@@ -168,7 +168,7 @@ def test_incoming_gradient_of_any_stride():
 
 @pytest.mark.parametrize("power", [31, 32])
 def test_offsets_past_two_to_the_31(power):
-    """vllm#50427, vllm#47671, FI#3136, FA#1500: an entry placed past 2^31 or 2^32 elements has the bytes of the first."""
+    """vllm#50427, vllm#47671, FI#3136, FA#1500: an entry past 2^31 or 2^32 elements has the bytes of the first."""
     tensors = inputs(1, 33, 65)
     expected = run(dense, *tensors)
     far = 2**power + 64
