@@ -1,6 +1,9 @@
 #include <immintrin.h>
 
+#include <array>
+
 #include "cpu/decode_ops_generic.h"
+#include "cpu/decode_worker.h"
 
 namespace fold::cpu {
 namespace {
@@ -196,17 +199,28 @@ struct Avx512Ops : GenericOps {
     return _mm512_reduce_add_epi64(mass);
   }
 
-  // Code sums: four keys' nibbles of one channel are brought into one 32-bit lane, then multiplied by their four
-  // weights (vpdpbusd). The interleave leaves byte 16 L + 4 i + e of a plane row in lane 4 L + e of register i.
+  // Sums over keys: the bytes of four keys are interleaved so that one channel's four stand in one 32-bit lane, and are
+  // then multiplied by their four weights (vpdpbusd). Byte 16 L + 4 i + e of the rows lands in lane 4 L + e of out[i].
   static constexpr int kQuads = kTile / 4;
+
+  static void interleave(__m512i a, __m512i b, __m512i c, __m512i d, __m512i (&out)[4]) {
+    const __m512i low_ab = _mm512_unpacklo_epi8(a, b), high_ab = _mm512_unpackhi_epi8(a, b);
+    const __m512i low_cd = _mm512_unpacklo_epi8(c, d), high_cd = _mm512_unpackhi_epi8(c, d);
+    out[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
+    out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
+    out[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
+    out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
+  }
+
+  /// The byte (0..63) that element s = 16 i + lane of interleaved rows came from.
+  static int interleaved_byte(int s) { return s % 16 / 4 * 16 + s / 16 * 4 + s % 4; }
 
   static bool wide(int d) { return d >= 128; }  // a row of plane h fills a register
 
   static int code_channel(int c, int d) {
     if (!wide(d)) return GenericOps::code_channel(c, d);
-    const int half = d / 2, s = c % half, in_chunk = s % 64;
-    const int byte = s / 64 * 64 + in_chunk % 16 / 4 * 16 + in_chunk / 16 * 4 + in_chunk % 4;
-    return 2 * byte + c / half;
+    const int half = d / 2, s = c % half;
+    return 2 * (s / 64 * 64 + interleaved_byte(s % 64)) + c / half;
   }
 
   static void code_sums(const uint8_t* h, const uint8_t* weights, int rows, int d, int32_t* sums) {
@@ -216,12 +230,7 @@ struct Avx512Ops : GenericOps {
       __m512i quad[kQuads][4];
       for (int k = 0; k < kQuads; ++k) {
         const auto row = [&](int i) { return _mm512_loadu_si512(h + (4 * k + i) * half + chunk); };
-        const __m512i low01 = _mm512_unpacklo_epi8(row(0), row(1)), high01 = _mm512_unpackhi_epi8(row(0), row(1));
-        const __m512i low23 = _mm512_unpacklo_epi8(row(2), row(3)), high23 = _mm512_unpackhi_epi8(row(2), row(3));
-        quad[k][0] = _mm512_unpacklo_epi16(low01, low23);
-        quad[k][1] = _mm512_unpackhi_epi16(low01, low23);
-        quad[k][2] = _mm512_unpacklo_epi16(high01, high23);
-        quad[k][3] = _mm512_unpackhi_epi16(high01, high23);
+        interleave(row(0), row(1), row(2), row(3), quad[k]);
       }
       by_rows(rows, [&](int first, auto size) {
         constexpr int R = decltype(size)::value < 4 ? decltype(size)::value : 4;
@@ -258,39 +267,150 @@ struct Avx512Ops : GenericOps {
     }
   }
 
-  static void values(const int16_t* readings, const double* weights, int count, int rows, int d, double* sums) {
-    for (int c = 0; c < d; c += 32) {
-      by_rows(rows, [&](int r, auto size) {
-        constexpr int R = decltype(size)::value < 4 ? decltype(size)::value : 4;
-        for (int first = r; first < r + decltype(size)::value; first += R) {
-          value_block<R>(readings + c, weights + first * kTile, count, d, sums + static_cast<size_t>(first) * d + c);
-        }
-      });
+  static void scales(const uint16_t* scales, float* out) {
+    static constexpr auto kOrder = [] {
+      std::array<uint16_t, kTile> order{};
+      for (int k = 0; k < kTile; ++k) order[k] = static_cast<uint16_t>(8 * (k % 8) + k / 8);  // numerics::scale_slot
+      return order;
+    }();
+    const __m512i low = _mm512_loadu_si512(scales), high = _mm512_loadu_si512(scales + 32);
+    for (int k = 0; k < kTile; k += 32) {
+      const __m512i ordered = _mm512_permutex2var_epi16(low, _mm512_loadu_si512(&kOrder[k]), high);
+      const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(ordered));
+      const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(ordered, 1));
+      _mm512_storeu_si512(out + k, _mm512_slli_epi32(first, 16));
+      _mm512_storeu_si512(out + k + kLanes, _mm512_slli_epi32(second, 16));
     }
   }
 
-  /// 32 channels of R rows. Products and sums are integers below 2^53, so fusing them changes no bit.
-  template <int R>
-  static void value_block(const int16_t* readings, const double* weights, int count, int d, double* sums) {
-    __m512d sum[R][4];
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < 4; ++j) sum[r][j] = _mm512_loadu_pd(sums + static_cast<size_t>(r) * d + 8 * j);
-    }
-    for (int i = 0; i < count; ++i) {
-      const int16_t* reading = readings + static_cast<size_t>(i) * d;
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(reading + 8 * j));
-        const __m512d value = _mm512_cvtepi32_pd(_mm256_cvtepi16_epi32(packed));
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r)
-          sum[r][j] = _mm512_fmadd_pd(_mm512_set1_pd(weights[r * kTile + i]), value, sum[r][j]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int j = 0; j < 4; ++j) _mm512_storeu_pd(sums + static_cast<size_t>(r) * d + 8 * j, sum[r][j]);
+  static void weights_log2(const int32_t* dot, float scale, const float* key_scale, float z, float* x) {
+    const __m512 factor = _mm512_set1_ps(scale), reference = _mm512_set1_ps(z);
+    for (int k = 0; k < kTile; k += kLanes) {
+      const __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(dot + k)), factor);
+      _mm512_storeu_ps(x + k, _mm512_fmsub_ps(f, _mm512_loadu_ps(key_scale + k), reference));
     }
   }
+
+  static void pack(const float* values, uint64_t keys, float* packed) {
+    for (int k = 0, n = 0; k < kTile; k += kLanes) {
+      const __mmask16 part = static_cast<__mmask16>(keys >> k);
+      _mm512_storeu_ps(packed + n, _mm512_maskz_compress_ps(part, _mm512_loadu_ps(values + k)));
+      n += std::popcount(static_cast<uint16_t>(part));
+    }
+  }
+
+  static void unpack(const float* packed, uint64_t keys, float* values) {
+    for (int k = 0, n = 0; k < kTile; k += kLanes) {
+      const __mmask16 part = static_cast<__mmask16>(keys >> k);
+      const __m512 expanded = _mm512_mask_expand_ps(_mm512_loadu_ps(values + k), part, _mm512_loadu_ps(packed + n));
+      _mm512_storeu_ps(values + k, expanded);
+      n += std::popcount(static_cast<uint16_t>(part));
+    }
+  }
+
+  static void value_weights(const float* scaled, const float* share, uint32_t* weights) {
+    for (int k = 0; k < kTile; k += kLanes) {
+      const __m512 w = _mm512_mul_ps(_mm512_loadu_ps(scaled + k), _mm512_loadu_ps(share + k));
+      _mm512_storeu_si512(weights + k, _mm512_cvtps_epu32(w));
+    }
+  }
+
+  static void join_nibbles(const uint8_t* h, const uint8_t* l, int half, int8_t* a) {
+    const __m256i low = _mm256_set1_epi8(15), high = _mm256_set1_epi8(static_cast<char>(0xF0)),
+                  sign = _mm256_set1_epi8(-128);
+    for (int i = 0; i < half; i += 32) {
+      const __m256i vh = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(h + i));
+      const __m256i vl = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(l + i));
+      const __m256i even = _mm256_or_si256(_mm256_and_si256(vh, high), _mm256_and_si256(_mm256_srli_epi16(vl, 4), low));
+      const __m256i odd = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(vh, 4), high), _mm256_and_si256(vl, low));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(a + i), _mm256_xor_si256(even, sign));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(a + half + i), _mm256_xor_si256(odd, sign));
+    }
+  }
+
+  /// The four bytes of a weight are four unsigned operands; each has its own 32-bit sums, which four keys of one
+  /// channel enter with one vpdpbusd.
+  class Sums {
+   public:
+    Sums(int rows, int d)
+        : rows_(rows),
+          d_(d),
+          bytes_(static_cast<size_t>(rows) * kTile * 4),
+          parts_(static_cast<size_t>(rows) * 4 * d),
+          sums_(static_cast<size_t>(rows) * d) {}
+
+    void add(const int8_t* rows, const uint32_t* weights, int count) {
+      const int quads = (count + 3) / 4;
+      for (int r = 0; r < rows_; ++r) split(weights + r * kTile, count, &bytes_[static_cast<size_t>(r) * kTile * 4]);
+      for (int c = 0; c < d_; c += 64) {
+        __m512i quad[kQuads][4];
+        for (int k = 0; k < quads; ++k) {
+          const auto row = [&](int i) {  // rows past the last have weight 0
+            return _mm512_loadu_si512(rows + static_cast<size_t>(std::min(4 * k + i, count - 1)) * d_ + c);
+          };
+          interleave(row(0), row(1), row(2), row(3), quad[k]);
+        }
+        for (int r = 0; r < rows_; ++r)
+          add_block(quad, &bytes_[static_cast<size_t>(r) * kTile * 4], quads, block(r, c));
+      }
+      seen_ += count;
+      if (seen_ > kMaxKeys - kTile) spill();
+    }
+
+    std::vector<uint64_t> drain() {
+      spill();
+      return std::move(sums_);
+    }
+
+   private:
+    static constexpr int kMaxKeys = 65536;  // 2^16 products of at most 255 * 128 stay below 2^31
+
+    /// bytes: (quad, byte, 4 keys), zero for keys past count.
+    static void split(const uint32_t* weights, int count, uint8_t* bytes) {
+      const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+      for (int k = 0; k < count; k += kLanes) {
+        const __mmask16 part = static_cast<__mmask16>(count - k >= kLanes ? 0xFFFF : (1 << (count - k)) - 1);
+        _mm512_storeu_si512(bytes + 4 * k, _mm512_shuffle_epi8(_mm512_maskz_loadu_epi32(part, weights + k), order));
+      }
+    }
+
+    /// Adds one row's products with 64 channels. parts: (byte, 64 interleaved channels).
+    static void add_block(const __m512i (&quad)[kQuads][4], const uint8_t* bytes, int quads, int32_t* parts) {
+      __m512i sum[4][4];
+      for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = _mm512_loadu_si512(parts + 16 * i);
+      for (int k = 0; k < quads; ++k) {
+#pragma GCC unroll 4
+        for (int b = 0; b < 4; ++b) {
+          const __m512i w = query_word(reinterpret_cast<const int8_t*>(bytes), 4 * k + b);
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) sum[b][j] = _mm512_dpbusd_epi32(sum[b][j], w, quad[k][j]);
+        }
+      }
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(parts + 16 * i, sum[i / 4][i % 4]);
+    }
+
+    int32_t* block(int r, int c) { return &parts_[(static_cast<size_t>(r) * d_ + c) * 4]; }
+
+    void spill() {
+      for (int r = 0; r < rows_; ++r) {
+        for (int c = 0; c < d_; c += 64) {
+          const int32_t* parts = block(r, c);
+          for (int s = 0; s < 64; ++s) {
+            int64_t sum = 0;
+            for (int b = 0; b < 4; ++b) sum += int64_t{parts[64 * b + s]} * (int64_t{1} << (8 * b));
+            sums_[static_cast<size_t>(r) * d_ + c + interleaved_byte(s)] += static_cast<uint64_t>(sum);
+          }
+        }
+      }
+      std::fill(parts_.begin(), parts_.end(), 0);
+      seen_ = 0;
+    }
+
+    int rows_, d_, seen_ = 0;
+    std::vector<uint8_t> bytes_;  // (G, 16 quads, byte, 4 keys)
+    std::vector<int32_t> parts_;  // (G, D/64, byte, 64 interleaved channels)
+    std::vector<uint64_t> sums_;  // (G, D), two's complement
+  };
 };
 
 }  // namespace

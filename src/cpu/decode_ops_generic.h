@@ -102,16 +102,63 @@ struct GenericOps {
     return mass;
   }
 
-  /// sums[r][c] += sum_i weights[r][i] readings[i][c]. readings: (count, D); weights: (G, 64); sums: (G, D).
-  static void values(const int16_t* readings, const double* weights, int count, int rows, int d, double* sums) {
-    for (int i = 0; i < count; ++i) {
-      for (int r = 0; r < rows; ++r) {
-        const double w = weights[r * kTile + i];
-        double* sum = sums + static_cast<size_t>(r) * d;
-        for (int c = 0; c < d; ++c) sum[c] += w * readings[static_cast<size_t>(i) * d + c];
-      }
+  /// out[k]: the scale of key k of a tile. scales: (64,) bf16 as stored.
+  static void scales(const uint16_t* scales, float* out) {
+    for (int k = 0; k < kTile; ++k) out[k] = numerics::from_bf16(scales[numerics::scale_slot(k)]);
+  }
+
+  /// x[k] = fma(float(dot[k]) * scale, key_scale[k], -z), 64 keys.
+  static void weights_log2(const int32_t* dot, float scale, const float* key_scale, float z, float* x) {
+    for (int k = 0; k < kTile; ++k)
+      x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), key_scale[k], -z);
+  }
+
+  /// packed[i] = values[k] for the i-th key k of `keys`; the rest of packed[64] is 0.
+  static void pack(const float* values, uint64_t keys, float* packed) {
+    int i = 0;
+    for (; keys != 0; keys &= keys - 1) packed[i++] = values[std::countr_zero(keys)];
+    for (; i < kTile; ++i) packed[i] = 0;
+  }
+
+  /// values[k] = packed[i] for the i-th key k of `keys`.
+  static void unpack(const float* packed, uint64_t keys, float* values) {
+    for (int i = 0; keys != 0; keys &= keys - 1) values[std::countr_zero(keys)] = packed[i++];
+  }
+
+  /// weights[k] = fix(x[k], share[k]) from the unrounded 2^x (scaling by a power of two commutes with rounding).
+  static void value_weights(const float* scaled, const float* share, uint32_t* weights) {
+    for (int k = 0; k < kTile; ++k) weights[k] = numerics::round_u32(numerics::mul(scaled[k], share[k]));
+  }
+
+  /// Plane a of a row from its nibbles: even channels, then odd ones. h, l: (half,); a: (2 half,).
+  static void join_nibbles(const uint8_t* h, const uint8_t* l, int half, int8_t* a) {
+    for (int i = 0; i < half; ++i) {
+      a[i] = static_cast<int8_t>(((h[i] & 0xF0) | (l[i] >> 4)) - 128);
+      a[half + i] = static_cast<int8_t>(((h[i] << 4 & 0xF0) | (l[i] & 15)) - 128);
     }
   }
+
+  /// Weighted sums of rows of signed bytes.
+  class Sums {
+   public:
+    Sums(int rows, int d) : rows_(rows), d_(d), sums_(static_cast<size_t>(rows) * d) {}
+
+    /// rows: (count, D); weights: (G, 64)
+    void add(const int8_t* rows, const uint32_t* weights, int count) {
+      for (int i = 0; i < count; ++i) {
+        for (int r = 0; r < rows_; ++r) {
+          const int64_t w = weights[r * kTile + i];
+          uint64_t* sum = &sums_[static_cast<size_t>(r) * d_];
+          for (int c = 0; c < d_; ++c) sum[c] += static_cast<uint64_t>(w * rows[static_cast<size_t>(i) * d_ + c]);
+        }
+      }
+    }
+    std::vector<uint64_t> drain() { return std::move(sums_); }
+
+   private:
+    int rows_, d_;
+    std::vector<uint64_t> sums_;  // (G, D), two's complement
+  };
 
   /// sums[r][c] += sum_k weights[r][k] u_k[code_channel(c)]. h: (64, D/2); weights: (G, 64); sums: (G, D).
   static void code_sums(const uint8_t* h, const uint8_t* weights, int rows, int d, int32_t* sums) {
