@@ -95,7 +95,7 @@ void check_requests(const plan::CacheWriteParams& p, int64_t max_pages) {
       fail_value("keys of request " + to_string(b), to_string(end), "at most 2147483647");
     }
     // A fit reads everything up to its mark; otherwise only pages that receive keys are touched.
-    const bool fits = p.cache.layout.tail && plan::last_mark(end) > length;
+    const bool fits = p.cache.layout.tail && plan::next_mark(length) <= end;
     const int32_t* table = p.block_table + b * p.block_table_stride;
     api::require_pages(p.cache, b, table, max_pages, end, fits ? 0 : length);
     check_slots(p, b, table);

@@ -1,9 +1,11 @@
 #pragma once
 #include "cpu/cache_kernels.h"
 #include "cpu/convert.h"
+#include "cpu/tail_solve.h"
+#include "cpu/tail_sums.h"
 #include "numerics/block.h"
 
-// Rows and block summaries for the instruction set that the including source is compiled for: the loops of
+// Rows, block summaries and fits for the instruction set that the including source is compiled for: the loops of
 // src/numerics with the head dim known to the compiler.
 namespace fold::cpu {
 namespace {
@@ -45,7 +47,24 @@ uint16_t block_mean(const numerics::PlaneRow& v, const uint16_t* v_scale, int he
   return with_head_dim(head_dim, [&](auto d) { return numerics::block_mean(v, v_scale, d(), mean); });
 }
 
-constexpr CacheKernels kCacheKernels = {write_row, block_ubar, block_mean};
+void pack_block(const uint8_t* k_h, const numerics::PlaneRow& v, const uint16_t* v_scale, int e_exponent, int head_dim,
+                int half, const FitBuffers& buffers) {
+  with_head_dim(head_dim, [&](auto d) { pack_block_of<d()>(k_h, v, v_scale, e_exponent, half, buffers); });
+}
+
+template <typename Ops>
+void add_chunk(int head_dim, const FitBuffers& buffers) {
+  with_head_dim(head_dim, [&](auto d) { add_chunk_of<Ops, d()>(buffers); });
+}
+
+template <typename Ops>
+void solve_fit(int head_dim, int e_exponent, const FitBuffers& buffers, const FitOut& out) {
+  with_head_dim(head_dim, [&](auto d) { solve_fit_of<Ops::kBytes, d()>(e_exponent, buffers, out); });
+}
+
+/// Ops: 32-bit lanes of kBytes wide vectors.
+template <typename Ops>
+constexpr CacheKernels kCacheKernels = {write_row, block_ubar, block_mean, pack_block, add_chunk<Ops>, solve_fit<Ops>};
 
 }  // namespace
 }  // namespace fold::cpu

@@ -1,9 +1,12 @@
 #include "cpu/cache_write.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
 #include "cpu/cache_kernels.h"
+#include "cpu/tail_fit.h"
 #include "numerics/block.h"
 #include "plan/cache_access.h"
 
@@ -41,6 +44,11 @@ class Writer {
     }
     for (const Request& r : requests_) {
       for (int64_t block = r.length / kTile; block * kTile < r.new_length; ++block) work_.push_back({&r, block});
+      if (params.cache.layout.tail && plan::next_mark(r.length) <= r.new_length) fitted_.push_back(&r);
+    }
+    const int64_t fits = static_cast<int64_t>(fitted_.size()) * params.cache.layout.n_kv_heads;
+    for (int64_t i = std::min<int64_t>(fits, omp_get_max_threads()); i > 0; --i) {
+      scratch_.emplace_back(params.cache.layout.head_dim);
     }
   }
 
@@ -48,6 +56,17 @@ class Writer {
     const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(work_.size()) * heads;
 #pragma omp parallel for schedule(static) if (units > 1)
     for (int64_t unit = 0; unit < units; ++unit) write_block(work_[unit / heads], unit % heads);
+  }
+
+  /// After write_blocks: a fit reads everything below its mark.
+  void write_fits() {
+    if (fitted_.empty()) return;
+    const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(fitted_.size()) * heads;
+#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(scratch_.size())) if (units > 1)
+    for (int64_t unit = 0; unit < units; ++unit) {
+      const Request& r = *fitted_[unit / heads];
+      fit_tail(p_.cache, r.table, unit % heads, r.length, r.new_length, kernels_, scratch_[omp_get_thread_num()]);
+    }
   }
 
  private:
@@ -89,13 +108,16 @@ class Writer {
   std::vector<int32_t> tokens_;
   std::vector<Request> requests_;
   std::vector<BlockWork> work_;
+  std::vector<const Request*> fitted_;  // those that reach a mark
+  std::vector<FitScratch> scratch_;     // one a thread
 };
 
 }  // namespace
 
 void cache_write(const plan::CacheWriteParams& params) {
-  const Writer writer(params);
+  Writer writer(params);  // allocates all it needs: nothing is written if that fails
   writer.write_blocks();
+  writer.write_fits();
 }
 
 }  // namespace fold::cpu

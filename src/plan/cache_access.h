@@ -55,6 +55,14 @@ FOLD_HD int64_t last_mark(int64_t keys) {
   return octave + (keys - octave) / (octave / 4) * (octave / 4);
 }
 
+/// The smallest mark above `keys`.
+FOLD_HD int64_t next_mark(int64_t keys) {
+  if (keys < numerics::kFirstMark) return numerics::kFirstMark;
+  int64_t octave = numerics::kFirstMark;
+  while (octave * 2 <= keys) octave *= 2;
+  return octave + ((keys - octave) / (octave / 4) + 1) * (octave / 4);
+}
+
 /// The slot of mark `m` within the page that holds key m - 1.
 FOLD_HD int64_t fit_slot(int64_t mark, int64_t page_size) { return ((mark - 1) % page_size) / numerics::kFitSlotKeys; }
 
