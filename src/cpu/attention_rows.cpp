@@ -15,6 +15,8 @@ using plan::KeyRange;
 using plan::RowsView;
 using plan::Sequence;
 
+constexpr double kLog2E = 0x1.71547652b82fep+0;
+
 /// Largest norms[j] over each row's visible keys. Both ends of the range only move forward, so a queue of keys with
 /// falling norms yields every maximum in one walk.
 void sliding_max(const plan::ForwardParams& p, const Sequence& s, const float* norms, float* out) {
@@ -65,7 +67,10 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   return norms;
 }
 
-float base2_scale(const plan::ForwardParams& p) { return static_cast<float>(p.softmax_scale * kLog2E); }
+LogitUnit logit_unit(const plan::ForwardParams& p) {
+  const auto scale = static_cast<float>(p.softmax_scale * kLog2E);
+  return {scale, scale != 0.0f ? p.softmax_scale / static_cast<double>(scale) : 1.0 / kLog2E};
+}
 
 bool softmax_fits(float scale2, float q_norm, float k_norm, float v_norm, float sink) {
   // Comparisons are written so that a NaN fails them.

@@ -9,8 +9,6 @@
 // own data and the keys that it sees, on nothing else.
 namespace fold::cpu {
 
-constexpr double kLog2E = 0x1.71547652b82fep+0, kLn2 = 0x1.62e42fefa39efp-1;
-
 inline char* row_address(const plan::RowsView& x, DType dtype, const plan::Sequence& s, int64_t begin, int64_t row,
                          int64_t head) {
   return static_cast<char*>(x.data) +
@@ -25,8 +23,15 @@ struct VisibleNorms {
 VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<plan::Sequence>& all,
                            const TileKernels& kernels);
 
-/// softmax_scale in base 2.
-float base2_scale(const plan::ForwardParams& p);
+/// Logits are kept in units of log2(e) as fp32 rounds it together with softmax_scale: `scale` turns a dot product into
+/// a logit t, `natural` is what one unit of t is in natural log. Converting log-sum-exp with `natural`, not with the
+/// exact constant, leaves the rounding of `scale` in differences of logits only.
+struct LogitUnit {
+  float scale;
+  double natural;
+};
+
+LogitUnit logit_unit(const plan::ForwardParams& p);
 
 /// Whether a row's softmax may be computed in fp32 tiles. `sink` is -inf where there is none.
 bool softmax_fits(float scale2, float q_norm, float k_norm, float v_norm, float sink);

@@ -57,7 +57,7 @@ class Backward {
         all_(plan::sequences(p_)),
         padded_(plan::padded_head_dim(p_.head_dim)),
         words_(padded_ / kernels_.pack),
-        scale_(base2_scale(p_)),
+        unit_(logit_unit(p_)),
         norms_(visible_norms(p_, all_, kernels_)),
         lse2_(p_.heads * p_.total_q),
         lse2_low_(p_.heads * p_.total_q),
@@ -112,15 +112,15 @@ class Backward {
     const bool empty = visible_keys(p_, s, row).empty();
     const double bound = numerics::dq_bound(dout_norm, v_norm, std::fabs(delta), k_norm);
     const double dk_bound = numerics::dq_bound(dout_norm, v_norm, std::fabs(delta), q_norm);
-    const bool fits = softmax_fits(scale_, static_cast<float>(q_norm), norms_.k[norm_at], norms_.v[norm_at], sink) &&
-                      std::isfinite(lse) && numerics::zero_or_safe(dout_norm) &&
-                      numerics::zero_or_safe(dout_norm * v_norm) && numerics::zero_or_safe(bound) &&
-                      numerics::zero_or_safe(dk_bound);
+    const bool fits =
+        softmax_fits(unit_.scale, static_cast<float>(q_norm), norms_.k[norm_at], norms_.v[norm_at], sink) &&
+        std::isfinite(lse) && numerics::zero_or_safe(dout_norm) && numerics::zero_or_safe(dout_norm * v_norm) &&
+        numerics::zero_or_safe(bound) && numerics::zero_or_safe(dk_bound);
     is_wide_[at] = !empty && !fits;
     if (is_wide_[at]) {
       wide_[at] = wide_backward_row(b_, s, head, row);
     } else {
-      const double lse2 = empty ? 0.0 : lse * kLog2E;
+      const double lse2 = empty ? 0.0 : lse / unit_.natural;
       lse2_[at] = static_cast<float>(lse2);
       lse2_low_[at] = static_cast<float>(lse2 - lse2_[at]);
       delta_[at] = empty ? 0.0f : delta;
@@ -220,7 +220,7 @@ class Backward {
                        .cols = keys,
                        .first = x.first,
                        .last = x.last,
-                       .scale = scale_,
+                       .scale = unit_.scale,
                        .lse2 = x.lse2,
                        .lse2_low = x.lse2_low,
                        .delta = x.delta,
@@ -299,8 +299,9 @@ class Backward {
           if (visible_keys(p_, s, row).empty()) continue;
           const int64_t at = workspace_row(s, head, row);
           const WideReference& wide = wide_[at].reference;
-          sum -= is_wide_[at] ? std::exp(sink - wide.max - wide.log_sum) * wide_[at].delta
-                              : std::exp(sink - (static_cast<double>(lse2_[at]) + lse2_low_[at]) * kLn2) * delta_[at];
+          sum -= is_wide_[at]
+                     ? std::exp(sink - wide.max - wide.log_sum) * wide_[at].delta
+                     : std::exp(sink - (static_cast<double>(lse2_[at]) + lse2_low_[at]) * unit_.natural) * delta_[at];
         }
         total += sum;
       }
@@ -330,10 +331,10 @@ class Backward {
   const TileKernels& kernels_;
   const std::vector<Sequence> all_;
   const int64_t padded_, words_;
-  const float scale_;
+  const LogitUnit unit_;
   const VisibleNorms norms_;
   // (H, total_q)
-  Buffer<float> lse2_, lse2_low_;  // log-sum-exp in base 2, in two parts
+  Buffer<float> lse2_, lse2_low_;  // log-sum-exp in units of logits, in two parts
   Buffer<float> delta_;
   Buffer<uint8_t> is_wide_;
   Buffer<WideRow> wide_;

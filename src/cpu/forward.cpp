@@ -43,7 +43,7 @@ class Forward {
         all_(plan::sequences(params)),
         padded_(plan::padded_head_dim(params.head_dim)),
         words_(padded_ / kernels_.pack),
-        scale_(base2_scale(params)),
+        unit_(logit_unit(params)),
         norms_(visible_norms(params, all_, kernels_)) {}
 
   void run() {
@@ -123,7 +123,7 @@ class Forward {
                         .cols = cols,
                         .first = x.first,
                         .last = x.last,
-                        .scale = scale_,
+                        .scale = unit_.scale,
                         .max = x.max,
                         .sum = x.sum,
                         .out = x.out.data(),
@@ -156,9 +156,9 @@ class Forward {
       kernels_.to_float(row_address(p_.q, p_.dtype, s, s.q_begin, begin + r, task.head), p_.dtype, p_.head_dim, q);
       const auto at = static_cast<size_t>(norms + r);
       x.wide[r] =
-          !x.keys[r].empty() && !softmax_fits(scale_, kernels_.norm(q, padded_), norms_.k[at], norms_.v[at], sink);
+          !x.keys[r].empty() && !softmax_fits(unit_.scale, kernels_.norm(q, padded_), norms_.k[at], norms_.v[at], sink);
       if (x.wide[r]) x.keys[r].last = x.keys[r].first;  // no key as far as the tile is concerned
-      x.max[r] = static_cast<float>(sink / kLn2);
+      x.max[r] = static_cast<float>(sink / unit_.natural);
       x.sum[r] = sink == -INFINITY ? 0.0f : 1.0f;
       if (x.keys[r].empty()) continue;
       span.first = std::min(span.first, x.keys[r].first);
@@ -177,7 +177,7 @@ class Forward {
       void* out = row_address(p_.out, p_.dtype, s, s.q_begin, begin + r, task.head);
       kernels_.store(x.out.data() + r * padded_, empty ? 0.0f : 1.0f / x.sum[r], p_.head_dim, p_.dtype, out);
       if (p_.lse.data) {
-        const double lse = (x.max[r] + std::log2(static_cast<double>(x.sum[r]))) * kLn2;
+        const double lse = x.max[r] * unit_.natural + std::log(static_cast<double>(x.sum[r]));
         store_element(row_address(p_.lse, DType::f32, s, s.q_begin, begin + r, task.head), DType::f32, 0,
                       empty ? -INFINITY : lse);
       }
@@ -200,7 +200,7 @@ class Forward {
   const TileKernels& kernels_;
   const std::vector<Sequence> all_;
   const int64_t padded_, words_;
-  const float scale_;
+  const LogitUnit unit_;
   const VisibleNorms norms_;
   std::vector<int64_t> first_tile_;  // (B,) first packed tile of a sequence
   Buffer<Word> k_;                   // columns tiles
