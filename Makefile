@@ -28,7 +28,7 @@ $(VENV)/tools.stamp: pyproject.toml | $(BIN)/python
 
 # Built without isolation in a kept directory, so that only what changed is compiled.
 $(VENV)/package.stamp: $(LIBRARY_FILES) $(VENV)/tools.stamp
-	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=build/python .
+	$(BIN)/pip install --quiet --no-build-isolation --config-settings=build-dir=build/python '.[cli]'
 	@touch $@
 
 ## C++
@@ -48,14 +48,14 @@ asan tsan: %: build/%/build.ninja
 python-test: $(VENV)/package.stamp
 	$(BIN)/python -m pytest
 
-lint: $(VENV)/tools.stamp
-	clang-format --dry-run --Werror $(CPP_FILES)
+lint: $(VENV)/package.stamp
+	@echo "clang-format --dry-run"; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check .
 	ruff format --check .
 	mypy
 
 format: $(VENV)/tools.stamp
-	clang-format -i $(CPP_FILES)
+	@clang-format -i $(CPP_FILES)
 	ruff check --fix .
 	ruff format .
 
