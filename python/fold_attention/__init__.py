@@ -7,8 +7,23 @@ except ImportError:
 
 from fold_attention._lib import lib as _library
 from fold_attention.attention import fold_attn_func, fold_attn_varlen_func
+from fold_attention.decode import Partial, add_partials, finish, fold_attn_with_kvcache, partial_attention
+from fold_attention.kv_cache import FoldKVCache
+from fold_attention.support import supports
 from fold_attention.threads import get_num_threads, set_num_threads
 
 __version__: str = _library.version()
 
-__all__ = ["fold_attn_func", "fold_attn_varlen_func", "get_num_threads", "set_num_threads"]
+__all__ = [
+    "FoldKVCache",
+    "Partial",
+    "add_partials",
+    "finish",
+    "fold_attn_func",
+    "fold_attn_varlen_func",
+    "fold_attn_with_kvcache",
+    "get_num_threads",
+    "partial_attention",
+    "set_num_threads",
+    "supports",
+]

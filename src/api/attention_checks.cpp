@@ -107,10 +107,7 @@ plan::ForwardParams input_params(const TensorView& q, const TensorView& k, const
   p.head_dim = q.shape[row + 2];
   p.total_q = p.seqlen_q = q.shape[row];
   p.total_k = p.seqlen_k = k.shape[row];
-  require(p.head_dim >= 1 && p.head_dim <= 256, "head_dim", p.head_dim, "1 to 256");
-  require(p.kv_heads >= 1, "kv_heads", p.kv_heads, "1 or more");
-  require(p.heads >= 1 && p.heads % p.kv_heads == 0, "heads", p.heads,
-          "a multiple of kv_heads=" + to_string(p.kv_heads));
+  require_attention_shape(p.heads, p.kv_heads, p.head_dim);
   if (packed) {
     p.batch = check_cu_seqlens("cu_seqlens_q", options.cu_seqlens_q, p.total_q);
     const int64_t batch_k = check_cu_seqlens("cu_seqlens_k", options.cu_seqlens_k, p.total_k);
@@ -134,6 +131,12 @@ plan::ForwardParams input_params(const TensorView& q, const TensorView& k, const
 }
 
 }  // namespace
+
+void require_attention_shape(int64_t heads, int64_t kv_heads, int64_t head_dim) {
+  require(head_dim >= 1 && head_dim <= 256, "head_dim", head_dim, "1 to 256");
+  require(kv_heads >= 1, "kv_heads", kv_heads, "1 or more");
+  require(heads >= 1 && heads % kv_heads == 0, "heads", heads, "a multiple of kv_heads=" + to_string(kv_heads));
+}
 
 plan::ForwardParams forward_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                                    const TensorView& lse, const AttentionOptions& options) {

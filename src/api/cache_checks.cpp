@@ -29,6 +29,10 @@ void require_heads(int64_t heads, int64_t kv_heads) {
   }
 }
 
+void require_tree_nodes(int64_t nodes) {
+  if (nodes < 0 || nodes > 64) fail_value("tree nodes", std::to_string(nodes), "at most 64");
+}
+
 void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages, int64_t keys,
                    int64_t first_key) {
   const int64_t needed = (keys + cache.layout.page_size - 1) / cache.layout.page_size;

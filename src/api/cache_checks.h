@@ -10,6 +10,9 @@ plan::CacheView cache_view(const CacheStorage& cache);
 /// The query heads are a multiple of the KV heads, 1 to 64 times as many.
 void require_heads(int64_t heads, int64_t kv_heads);
 
+/// A draft tree has at most 64 nodes.
+void require_tree_nodes(int64_t nodes);
+
 /// Every page of a request's keys [first_key, keys) must exist in the pool. table: the request's row of the block
 /// table.
 void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages, int64_t keys,

@@ -18,8 +18,6 @@ using api::require_last_contiguous;
 using api::require_size;
 using api::require_tensor;
 
-constexpr int64_t kMaxTreeNodes = 64;
-
 std::string at(const char* name, int64_t b) { return std::string(name) + "[" + std::to_string(b) + "]"; }
 
 /// Lengths, page ids and draft masks: everything that is read to know which keys a row sees.
@@ -109,7 +107,7 @@ plan::DecodeParams checked_params(const CacheStorage& cache, const DecodeArgs& a
     require_size("tree", args.tree, 0, p.batch, "batch of q");
     require_size("tree", args.tree, 1, p.tokens, "query tokens");
     require_last_contiguous("tree", args.tree);
-    if (p.tokens > kMaxTreeNodes) fail_value("tree nodes", std::to_string(p.tokens), "at most 64");
+    api::require_tree_nodes(p.tokens);
     p.tree = args.tree.as<uint64_t>();
     p.tree_stride = args.tree.strides[0];
   }

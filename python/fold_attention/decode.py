@@ -1,0 +1,345 @@
+"""Attention over a cache, and its partial sums."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fold_attention import decode_ops
+from fold_attention._lib import lib
+from fold_attention.errors import bad_type, bad_value
+
+if TYPE_CHECKING:
+    from fold_attention.kv_cache import FoldKVCache
+
+Depth = float | Tensor | None | Literal["cache"]
+Window = tuple[int | None, int | None]
+Info = Mapping[str, Tensor]
+
+
+class Partial(NamedTuple):
+    """A sum over a range of keys, in integers: partials of disjoint ranges add, in any order, to the bits of the whole.
+
+    B requests, T tokens, H heads, D head dim (docs/numerics.md, section 7).
+    """
+
+    numerator: Tensor  #: (B, T, H, D) int64, rotated channels
+    denominator: Tensor  #: (B, T, H) int64, unit 2^-26
+    grid: Tensor  #: (B, T, H, 2) float32: the declared reference Z (log2) and the value grid E
+
+
+def fold_attn_with_kvcache(
+    q: Tensor,
+    cache: "FoldKVCache",
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    ids: Sequence[int] | None = None,
+    depth: Depth = "cache",
+    tree: Tensor | None = None,
+    q_lens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: Window | None = None,
+    block_table: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    slot_mapping: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_lse: bool = False,
+    return_softmax_lse: bool = False,
+    return_info: bool = False,
+    splits: int = 0,
+    num_splits: int = 0,
+    causal: bool = True,
+    softcap: float = 0.0,
+) -> Any:
+    """Attention of each request's newest tokens over its cached keys, their own included.
+
+    The bits of a request's result depend on its own keys, query and options alone.
+
+    Args:
+        q: (batch, n_heads, head_dim), or (batch, T, n_heads, head_dim) for the T newest tokens of each request;
+            bfloat16, float16 or float32, last dimension contiguous. Query head h reads KV head
+            h // (n_heads / n_kv_heads); token t sees the keys up to its own.
+        cache: the pages, and the defaults of `depth`, `sinks`, `softmax_scale` and `window_size`.
+        k, v: the tokens' keys and values, to be written first: (batch, n_kv_heads, head_dim), or with a T axis as q.
+        ids: the requests, in q's order; all of them by default, in the order of their addition.
+        depth: read V where a key's weight is above 2^-depth of the row's mass. None: everywhere. A number, or a
+            tensor that broadcasts to (batch, T, n_heads); finite.
+        tree: the T tokens are a draft tree of at most 64 nodes, each behind its parent: a bool mask (batch, T, T) or
+            (T, T), true where node i sees node j, itself included; or parents, integers (batch, T) or (T,), negative
+            for a root. By default they are a chain.
+        q_lens: (batch,) int32, how many of the T tokens a request has; the others are padding.
+        sinks: (n_heads,) one extra logit per head (natural log), in the denominator only.
+        window_size: (left, right): keys before its own that a row sees; right is without effect.
+        block_table: (batch, max_pages) int32, page ids of requests that the caller manages in the pool; entries past
+            a request's length are never read. `page_table` is the same argument. Needs `cache_seqlens`.
+        cache_seqlens: (batch,) int32 or an int: keys before k and v are written; without k and v, all keys. Length 0
+            is padding; with k and v, so is length 0 with a first page id below 0.
+        slot_mapping: (batch * T,) int64: page * page_size + slot of each token of k, or -1 for padding, which comes
+            last in a request. It must agree with `block_table`.
+        out: where to write the output; its dtype is the output's.
+        out_dtype: dtype of the output: the cache's `dtype` by default, else q's.
+        splits: how many parts the keys are split into; changes no bits. `num_splits` is the same argument.
+        return_softmax_lse: the same as return_lse. causal: must be True unless T is 1. softcap: must be 0.
+
+    Returns:
+        out, shape of q; a tuple of out and what else was asked for: lse (batch, n_heads) or (batch, n_heads, T),
+        float32, natural log; info, a mapping of `kept_fraction` (keys whose V was read), `dropped_mass` (share of the
+        softmax that belongs to the others), `recomputed` (bool: the sampled reference was wrong and the row ran
+        again), each (batch, n_heads) or (batch, T, n_heads), and `bytes_read` (batch, [T,] n_kv_heads) int64.
+        A row without keys, and padding, has out 0 and lse -inf.
+
+    Raises:
+        ValueError, TypeError: for what cannot be honoured, as *what=got; allowed*, before anything is written.
+    """
+    query = _query(q)
+    tokens = query.shape[1]
+    if softcap != 0:
+        raise bad_value("softcap", softcap, "supported: 0.0")
+    if not causal and tokens != 1:
+        raise bad_value("causal", causal, "supported: True for more than one token")
+    if (k is None) != (v is None):
+        raise bad_value("v" if v is None else "k", None, "k and v come together")
+    out_dtype = _out_dtype(q, cache, out, out_dtype)
+    options = (
+        _tree(tree, query),
+        _depth(depth, cache, q),
+        cache.sinks if sinks is None else sinks,
+        _scale(softmax_scale, cache),
+        cache.window_left if window_size is None else window_left(window_size),
+        splits or num_splits,
+        out_dtype,
+        return_info,
+    )
+    table = _one_of(block_table, page_table)
+    if k is not None and v is not None:
+        rows = (_new_rows("k", k, query), _new_rows("v", v, query))
+        if table is None:
+            results = cache._step(query, *rows, ids, q_lens, options)
+        else:
+            lengths = _lengths(cache_seqlens, query)
+            results = decode_ops.decode_step(
+                query, cache.storage, cache.layout, *rows, slot_mapping, table, lengths, q_lens, *options
+            )
+    else:
+        if slot_mapping is not None:
+            raise bad_value("slot_mapping", "a tensor", "allowed: None without k and v")
+        pages, lengths = cache.tables(ids) if table is None else (table, _lengths(cache_seqlens, query))
+        results = decode_ops.decode(query, cache.storage, cache.layout, pages, lengths, q_lens, *options)
+    result, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
+    info = {
+        "kept_fraction": kept_fraction,
+        "dropped_mass": dropped_mass,
+        "recomputed": recomputed,
+        "bytes_read": bytes_read,
+    }
+    if q.ndim == 3:
+        result, lse = result.squeeze(1), lse.squeeze(2)
+        info = {name: value.squeeze(1) for name, value in info.items()} if return_info else info
+    if out is not None:
+        result = out.copy_(result)
+    returned = [result]
+    if return_lse or return_softmax_lse:
+        returned.append(lse)
+    return (*returned, info) if return_info else tuple(returned) if len(returned) > 1 else result
+
+
+def partial_attention(
+    q: Tensor,
+    cache: "FoldKVCache",
+    begin: int,
+    end: int,
+    *,
+    ids: Sequence[int] | None = None,
+    depth: Depth = "cache",
+    tree: Tensor | None = None,
+    q_lens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: Window | None = None,
+    block_table: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    splits: int = 0,
+) -> Partial:
+    """The part of `fold_attn_with_kvcache` that the keys begin <= j < end of every request contribute.
+
+    `begin` and `end` are multiples of 64, or at or past the request's length. Sinks take part in the reference here;
+    their weight is counted by `finish`. Other arguments as in `fold_attn_with_kvcache`; q (batch, n_heads, head_dim)
+    counts as one token.
+    """
+    query = _query(q)
+    b, t, h, d = query.shape
+    pages, lengths = cache.tables(ids) if block_table is None else (block_table, _lengths(cache_seqlens, query))
+    partial = Partial(
+        q.new_empty((b, t, h, d), dtype=torch.int64),
+        q.new_empty((b, t, h), dtype=torch.int64),
+        q.new_empty((b, t, h, 2), dtype=torch.float32),
+    )
+    lib.partial(
+        query,
+        cache.storage,
+        cache.layout,
+        pages,
+        lengths,
+        q_lens,
+        _tree(tree, query),
+        _depth(depth, cache, q),
+        cache.sinks if sinks is None else sinks,
+        _scale(softmax_scale, cache),
+        cache.window_left if window_size is None else window_left(window_size),
+        splits,
+        begin,
+        end,
+        *partial,
+    )
+    return partial
+
+
+def add_partials(first: Partial, *others: Partial) -> Partial:
+    """The sum of partials of the same rows over disjoint ranges of keys; the order is without effect.
+
+    Raises ValueError if their grids differ: they are of different queries, caches or options then.
+    """
+    total = Partial(*(t.clone() for t in first))
+    for other in others:
+        lib.add_partials(*total, *other)
+    return total
+
+
+def finish(
+    partial: Partial, *, sinks: Tensor | None = None, out_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises the sum over all keys of a request.
+
+    Args:
+        sinks: those given to `partial_attention` (or the cache's), counted here.
+
+    Returns:
+        out (B, T, H, D) with the bits of `fold_attn_with_kvcache`; lse (B, H, T) float32, natural log; valid (B, T, H)
+        bool. A row whose sampled reference was wrong is not valid and NaN: `fold_attn_with_kvcache` computes it.
+    """
+    b, t, h, _ = partial.numerator.shape
+    out = partial.numerator.new_empty(partial.numerator.shape, dtype=out_dtype)
+    lse = partial.grid.new_empty((b, h, t))
+    valid = torch.empty((b, t, h), dtype=torch.bool)
+    lib.finish(*partial, sinks, out, lse, valid.view(torch.uint8))
+    return out, lse, valid
+
+
+def window_left(window_size: Window) -> int:
+    """The left side of (left, right); -1 or None: no limit."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise bad_value("window_size", window_size, "allowed: (left, right)")
+    return -1 if window_size[0] is None else window_size[0]
+
+
+def require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise bad_type(name, type(value).__name__, "allowed: torch.Tensor")
+
+
+def require_depth(depth: object) -> None:
+    """A default depth: None or a finite number."""
+    if depth is None:
+        return
+    if isinstance(depth, bool) or not isinstance(depth, (int, float)):
+        raise bad_type("depth", type(depth).__name__, "allowed: None or a number; per call also a tensor")
+    if not math.isfinite(depth):
+        raise bad_value("depth", depth, "allowed: None or a finite number")
+
+
+def _query(q: Tensor) -> Tensor:
+    """q as (B, T, H, D)."""
+    require_tensor("q", q)
+    if q.ndim not in (3, 4):
+        raise bad_value("q.ndim", q.ndim, "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch")
+    return q if q.ndim == 4 else q.unsqueeze(1)
+
+
+def _new_rows(name: str, rows: Tensor, query: Tensor) -> Tensor:
+    """k or v of a step as (B T, HK, D)."""
+    require_tensor(name, rows)
+    b, t = query.shape[:2]
+    if rows.ndim == 3 and t == 1:
+        rows = rows.unsqueeze(1)
+    if rows.ndim != 4 or rows.shape[0] != b or rows.shape[1] != t:
+        raise bad_value(f"{name}.shape", tuple(rows.shape), f"allowed: ({b}, {t}, n_kv_heads, head_dim), as q")
+    return rows.flatten(0, 1)
+
+
+def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    if out is None:
+        return out_dtype or cache.dtype or q.dtype
+    require_tensor("out", out)
+    if out.shape != q.shape:
+        raise bad_value("out.shape", tuple(out.shape), f"allowed: {tuple(q.shape)}, as q")
+    if out_dtype not in (None, out.dtype):
+        raise bad_type("out.dtype", out.dtype, f"allowed: {out_dtype}, as out_dtype says")
+    return out.dtype
+
+
+def _depth(depth: Depth, cache: "FoldKVCache", q: Tensor) -> Tensor | None:
+    if isinstance(depth, str) and depth == "cache":
+        depth = cache.depth
+    if isinstance(depth, Tensor):
+        # Rows are (B, H) for a query without token axis.
+        return depth.unsqueeze(1).float() if q.ndim == 3 and depth.ndim == 2 else depth.float()
+    require_depth(depth)
+    return None if depth is None else q.new_full((1,), depth, dtype=torch.float32)
+
+
+def _tree(tree: Tensor | None, query: Tensor) -> Tensor | None:
+    """Bit j of element (b, i) is set where node i sees node j."""
+    if tree is None:
+        return None
+    require_tensor("tree", tree)
+    b, t = query.shape[:2]
+    mask = _ancestors(tree, t) if tree.dtype != torch.bool else tree
+    if mask.shape not in ((b, t, t), (t, t)):
+        raise bad_value("tree.shape", tuple(tree.shape), f"allowed: ({b}, {t}, {t}) bool or ({b}, {t}) parents")
+    shifts = torch.arange(t, device=query.device)
+    return (mask.long() << shifts).sum(-1).expand(b, t).contiguous()
+
+
+def _ancestors(parents: Tensor, t: int) -> Tensor:
+    if parents.is_floating_point() or parents.ndim not in (1, 2) or parents.shape[-1] != t:
+        got = f"{parents.dtype} {tuple(parents.shape)}"
+        raise bad_value("tree", got, f"allowed: a bool mask, or integer parents (batch, {t})")
+    if bool((parents >= torch.arange(t)).any()):
+        raise bad_value("tree", "a parent at or behind its node", "parents come before their nodes")
+    mask = torch.eye(t, dtype=torch.bool).expand(*parents.shape, t).clone()
+    for i in range(t):
+        parent = parents[..., i].long()
+        inherited = torch.take_along_dim(mask, parent.clamp(min=0)[..., None, None], dim=-2).squeeze(-2)
+        mask[..., i, :] |= inherited & (parent >= 0)[..., None]
+    return mask
+
+
+def _scale(softmax_scale: float | None, cache: "FoldKVCache") -> float:
+    scale = cache.softmax_scale if softmax_scale is None else softmax_scale
+    if scale == 0:
+        raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
+    return 0.0 if scale is None else float(scale)  # the library's 0 is 1 / sqrt(head_dim)
+
+
+def _one_of(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
+    if block_table is not None and page_table is not None:
+        raise bad_value("page_table", "a tensor", "allowed: None beside block_table, which is the same argument")
+    table = page_table if block_table is None else block_table
+    if table is not None:
+        require_tensor("block_table", table)
+    return table
+
+
+def _lengths(cache_seqlens: Tensor | int | None, query: Tensor) -> Tensor:
+    if isinstance(cache_seqlens, int):
+        return torch.full((query.shape[0],), cache_seqlens, dtype=torch.int32, device=query.device)
+    if cache_seqlens is None:
+        raise bad_value("cache_seqlens", None, "required beside block_table")
+    require_tensor("cache_seqlens", cache_seqlens)
+    return cache_seqlens

@@ -1,0 +1,366 @@
+"""A paged KV cache of nested planes, and the requests that live in it."""
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fold_attention import decode_ops
+from fold_attention._lib import lib
+from fold_attention.decode import Window, fold_attn_with_kvcache, require_depth, require_tensor, window_left
+from fold_attention.errors import bad_type, bad_value
+from fold_attention.page_table import PageTable
+
+
+class FoldKVCache:
+    """Keys and values of many requests, in pages of one pool.
+
+    Requests are named by ids; every method that takes `ids` uses all requests, in the order of their addition, when it
+    is left out. A call that cannot be honoured raises ValueError or TypeError as *what=got; allowed* and leaves the
+    cache as it was. What is cached carries no gradient.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_len: int,
+        depth: float | None = None,
+        v8: bool = False,
+        page_size: int = 256,
+        tail: bool = True,
+        *,
+        bits: int | tuple[int, int] = 16,
+        num_pages: int | None = None,
+        softmax_scale: float | None = None,
+        sinks: Tensor | None = None,
+        window_size: Window = (-1, -1),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            batch: requests made with the cache; 0 where the caller manages the pages, or adds requests later.
+            n_heads, n_kv_heads: query heads, 1 to 64 per KV head.
+            head_dim: 64, 128 or 256.
+            max_len: most keys a request may hold.
+            depth: default of every call; see `fold_attn_with_kvcache`.
+            v8: keep V in 8 bits, whatever `bits` says of it.
+            page_size: keys a page, a multiple of 64 from 64 to 1024.
+            tail: keep what stands in for V that a depth leaves unread (about 1 % more memory).
+            bits: bits an element, 16, 8 or 4, or a pair for K and V.
+            num_pages: pages of the pool; by default enough for `batch` requests of `max_len` keys.
+            softmax_scale: 1 / sqrt(head_dim) by default.
+            sinks: (n_heads,) one extra logit per head (natural log), in the denominator only.
+            window_size: (left, right): keys before its own that a row sees; right is without effect.
+            device: "cpu", the one backend of this build.
+            dtype: dtype of outputs where a call does not say; None: that of q.
+        """
+        self.device = _device(device)
+        self.dtype = dtype
+        pair = (bits, bits) if isinstance(bits, int) else tuple(bits)
+        if len(pair) != 2:
+            raise bad_value("bits", bits, "allowed: 16, 8 or 4, or a pair for K and V")
+        k_bits, v_bits = pair[0], min(pair[1], 8) if v8 else pair[1]
+        require_depth(depth)
+        if sinks is not None:
+            require_tensor("sinks", sinks)
+            sinks = sinks.detach().to("cpu", torch.float32).contiguous()
+            if sinks.ndim != 1:
+                raise bad_value("sinks.ndim", sinks.ndim, "allowed: 1, (n_heads,)")
+        self.n_heads, self.n_kv_heads, self.head_dim, self.max_len = n_heads, n_kv_heads, head_dim, max_len
+        self.page_size, self.bits, self.tail = page_size, (k_bits, v_bits), tail
+        self.depth, self.softmax_scale, self.sinks = depth, softmax_scale, sinks
+        self.window_left = window_left(window_size)
+        self.layout = [n_kv_heads, head_dim, page_size, k_bits, v_bits, int(tail)]
+        if num_pages is not None and num_pages < 1:
+            raise bad_value("num_pages", num_pages, "allowed: None or at least 1")
+        self.num_pages = int(lib.cache_check_options(self.layout, *self._options(batch, num_pages or 0)))
+        self.storage = _lazy_zeros(self.num_pages, lib.page_bytes(self.layout))
+        self._table = PageTable.create(self.num_pages, page_size, max_len)
+        self._requests: list[int] = []
+        self._block_table, self._seqlens = self._table.tensors([])
+        table = self._table
+        for _ in range(batch):
+            table, _id = table.add_request()
+        self._adopt(table)
+
+    # Requests
+
+    @property
+    def requests(self) -> list[int]:
+        """Ids of the requests, in the order of their addition."""
+        return list(self._requests)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Keys that each request holds."""
+        return [int(n) for n in self._seqlens.tolist()]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request holds."""
+        return self._table.free_pages()
+
+    def add_request(self) -> int:
+        """A new request without keys; returns its id. Ids are never used twice."""
+        table, request = self._table.add_request()
+        self._adopt(table)
+        return request
+
+    def free_request(self, request: int) -> None:
+        """Gives the pages back that no other request shares; the id is no longer known."""
+        self._adopt(self._table.free_request(request))
+
+    def fork(self, request: int, length: int | None = None) -> int:
+        """A new request that shares the first `length` keys of another (None: all); returns its id.
+
+        Shared pages are stored once, and copied when one of the requests writes to them.
+        """
+        if length is not None and length < 0:
+            raise bad_value("length", length, "at least 0")
+        table, child = self._table.fork(request, -1 if length is None else length)
+        self._adopt(table)
+        return child
+
+    def truncate(self, lengths: int | Sequence[int] | Tensor, ids: Sequence[int] | None = None) -> None:
+        """Forgets all but the first `lengths` keys of each request (one number for all, or one each)."""
+        requests = self._requests if ids is None else list(ids)
+        if isinstance(lengths, Tensor):
+            lengths = lengths.tolist()
+        each = [lengths] * len(requests) if isinstance(lengths, int) else list(lengths)
+        self._adopt(self._table.truncate(requests, each))
+
+    def tables(self, ids: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """block_table (batch, max_pages) int32, -1 past a request's pages, and the lengths (batch,) int32.
+
+        Without `ids` these are the cache's own tensors, updated in place while the number of requests stays.
+        """
+        if ids is None:
+            return self._block_table, self._seqlens
+        return self._table.tensors(list(ids))
+
+    # Writing
+
+    def write_prompt(
+        self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, ids: Sequence[int] | None = None
+    ) -> None:
+        """Appends packed tokens to the cache alone; prompts may come in any chunks.
+
+        Args:
+            k, v: (tokens, n_kv_heads, head_dim), bfloat16, float16 or float32. With cu_seqlens left out, (batch,
+                tokens, n_kv_heads, head_dim): as many tokens for each request.
+            cu_seqlens: (batch + 1,) int32: request i brings tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        """
+        requests = self._requests if ids is None else list(ids)
+        k, v = (_packed(name, rows, cu_seqlens, len(requests)) for name, rows in (("k", k), ("v", v)))
+        cu_seqlens, tokens = _starts(cu_seqlens, k, len(requests))
+        with torch.no_grad():
+            _, before = self.tables(ids)
+            table, block_table = self._extended(requests, tokens)
+            decode_ops.cache_write(self.storage, self.layout, k, v, block_table, before, cu_seqlens, None)
+        self._adopt(table)
+
+    def append(self, k: Tensor, v: Tensor, ids: Sequence[int] | None = None) -> None:
+        """Appends one token, k and v (batch, n_kv_heads, head_dim), or T of them, (batch, T, n_kv_heads, head_dim)."""
+        for name, rows in (("k", k), ("v", v)):
+            require_tensor(name, rows)
+            if rows.ndim not in (3, 4):
+                raise bad_value(f"{name}.ndim", rows.ndim, "allowed: 3, or 4 with a token axis after batch")
+        self.write_prompt(k if k.ndim == 4 else k.unsqueeze(1), v if v.ndim == 4 else v.unsqueeze(1), None, ids)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None = None,
+        ids: Sequence[int] | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`write_prompt`, and the causal attention of the tokens over what is cached and themselves.
+
+        The prompt's own keys enter as given, cached ones as they were stored; every V is read, whatever the depth.
+
+        Args:
+            q: (tokens, n_heads, head_dim), or (batch, tokens, n_heads, head_dim) without cu_seqlens.
+            k, v: as for `write_prompt`, dtype of q.
+
+        Returns:
+            out, shape and dtype of q; with `return_lse` also lse (n_heads, tokens of all) float32, natural log.
+        """
+        requests = self._requests if ids is None else list(ids)
+        shape = q.shape
+        q, k, v = (_packed(name, rows, cu_seqlens, len(requests)) for name, rows in (("q", q), ("k", k), ("v", v)))
+        if q.ndim != 3 or q.shape[1] != self.n_heads:
+            raise bad_value("q.shape", tuple(shape), f"allowed: (tokens, {self.n_heads}, {self.head_dim})")
+        starts, tokens = _starts(cu_seqlens, k, len(requests))
+        self._table.extend(requests, tokens)  # raises where there is no room
+        out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        scale = 0.0 if self.softmax_scale is None else self.softmax_scale
+        lib.prefill_attention(
+            self.storage, self.layout, q, k, v, starts, *self.tables(ids), self.sinks, scale, self.window_left, out, lse
+        )
+        self.write_prompt(k, v, starts, ids)
+        return (out.view(shape), lse) if return_lse else out.view(shape)
+
+    def read(self, ids: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """What is stored, packed: k and v (keys of all requests, n_kv_heads, head_dim), at their finest reading."""
+        block_table, lengths = self.tables(ids)
+        starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        shape = (int(starts[-1]), self.n_kv_heads, self.head_dim)
+        k, v = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        lib.cache_read(self.storage, self.layout, block_table, starts, k, v)
+        return k, v
+
+    # Attention
+
+    def attend(self, q: Tensor, **options: Any) -> Any:
+        """`fold_attn_with_kvcache(q, self, **options)`: attention of the newest tokens, which have been appended."""
+        return fold_attn_with_kvcache(q, self, **options)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        """`fold_attn_with_kvcache(q, self, k, v, **options)`: `append`, then `attend`."""
+        return fold_attn_with_kvcache(q, self, k, v, **options)
+
+    # Files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the requests, their pages (shared ones once) and the options as a safetensors file."""
+        options = self._options(0, self.num_pages)
+        lib.cache_save(os.fspath(path), self.storage, self._table.handle, self.layout, *options)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "FoldKVCache":
+        """A cache as it was saved. Its requests have new ids, in the saved order.
+
+        Raises ValueError for a file that is not a saved cache, or is damaged.
+        """
+        file = lib.cache_file_open(os.fspath(path))
+        layout, numbers, depth, scale, sinks = lib.cache_file_options(file)
+        n_kv_heads, head_dim, page_size, k_bits, v_bits, tail = (int(n) for n in layout)
+        n_heads, _, max_len, num_pages, left = (int(n) for n in numbers)
+        cache = cls(
+            0,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            max_len,
+            None if math.isinf(depth) else depth,
+            page_size=page_size,
+            tail=bool(tail),
+            bits=(k_bits, v_bits),
+            num_pages=num_pages or None,
+            softmax_scale=scale or None,
+            sinks=torch.tensor([float(s) for s in sinks]) if len(sinks) else None,
+            window_size=(left, -1),
+            device=device,
+            dtype=dtype,
+        )
+        lib.cache_file_read(file, cache.storage, cache.layout)
+        cache._adopt(PageTable(lib.cache_file_table(file), cache._table.max_pages))
+        return cache
+
+    # Internals
+
+    def _options(self, batch: int, num_pages: int) -> tuple[list[int], float, float, Tensor | None]:
+        numbers = [self.n_heads, batch, self.max_len, num_pages, self.window_left]
+        return numbers, math.inf if self.depth is None else self.depth, self.softmax_scale or 0.0, self.sinks
+
+    def _adopt(self, table: PageTable) -> None:
+        requests = table.requests()
+        if len(requests) == len(self._requests):
+            table.write(requests, self._block_table, self._seqlens)
+        else:
+            self._block_table, self._seqlens = table.tensors(requests)
+        self._requests, self._table = requests, table
+
+    def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple[PageTable, Tensor]:
+        """A table with room for the tokens, and its block table; shared pages they touch have been copied."""
+        table, sources, destinations = self._table.extend(requests, tokens)
+        if sources:
+            self.storage[destinations] = self.storage[sources]
+        return table, table.tensors(requests)[0]
+
+    def _step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ids: Sequence[int] | None,
+        q_lens: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> decode_ops.Results:
+        requests = self._requests if ids is None else list(ids)
+        tokens = [q.shape[1]] * len(requests)
+        if q_lens is not None:
+            require_tensor("q_lens", q_lens)
+            tokens = q_lens.tolist()
+        _, before = self.tables(ids)
+        table, block_table = self._extended(requests, tokens)
+        results = decode_ops.decode_step(
+            q, self.storage, self.layout, k, v, None, block_table, before, q_lens, *options
+        )
+        self._adopt(table)
+        return results
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    chosen = torch.device("cpu" if device is None else device)
+    if chosen.type != "cpu":
+        raise bad_type("device", chosen, "supported: cpu; this build has no other backend")
+    return chosen
+
+
+def _lazy_zeros(pages: int, page_bytes: int) -> Tensor:
+    """(pages, page_bytes) uint8 at a multiple of 128 bytes; memory is committed where it is first touched."""
+    alignment = 128
+    try:
+        memory = np.zeros(pages * page_bytes + alignment, dtype=np.uint8)
+    except MemoryError:
+        raise bad_value("num_pages", pages, f"memory for that many pages of {page_bytes} bytes") from None
+    start = -memory.ctypes.data % alignment
+    return torch.from_numpy(memory)[start : start + pages * page_bytes].view(pages, page_bytes)
+
+
+def _packed(name: str, rows: Tensor, cu_seqlens: Tensor | None, requests: int) -> Tensor:
+    """(tokens, heads, head_dim); without cu_seqlens the rows come as (batch, tokens, heads, head_dim)."""
+    require_tensor(name, rows)
+    if cu_seqlens is not None:
+        return rows
+    if rows.ndim != 4:
+        raise bad_value(f"{name}.ndim", rows.ndim, "allowed: 4 where cu_seqlens is left out")
+    if rows.shape[0] != requests:
+        raise bad_value(f"{name}.shape", tuple(rows.shape), f"dimension 0 must be {requests}, the requests")
+    return rows.flatten(0, 1)
+
+
+def _starts(cu_seqlens: Tensor | None, k: Tensor, requests: int) -> tuple[Tensor, list[int]]:
+    """cu_seqlens, checked, and the tokens of each request."""
+    if cu_seqlens is None:
+        each = k.shape[0] // max(requests, 1)
+        return torch.arange(requests + 1, dtype=torch.int32) * each, [each] * requests
+    require_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype != torch.int32:
+        raise bad_type("cu_seqlens.dtype", cu_seqlens.dtype, "supported: int32")
+    if cu_seqlens.shape != (requests + 1,):
+        raise bad_value("cu_seqlens.shape", tuple(cu_seqlens.shape), f"allowed: ({requests + 1},), requests + 1")
+    starts = cu_seqlens.tolist()
+    tokens = [end - start for start, end in itertools.pairwise(starts)]
+    if starts[0] != 0 or min(tokens, default=0) < 0 or starts[-1] > k.shape[0]:
+        raise bad_value("cu_seqlens", starts, f"from 0, not decreasing, at most {k.shape[0]} tokens")
+    return cu_seqlens, tokens

@@ -1,0 +1,65 @@
+"""Which pages of a cache hold which request's keys; a value: every change makes a new table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fold_attention._lib import lib
+
+
+class PageTable:
+    """Requests, their lengths and their reference-counted pages (include/fold/page_table.h).
+
+    Methods that change something return the changed table and leave this one as it is; a call that cannot be honoured
+    raises ValueError.
+    """
+
+    def __init__(self, handle: Any, max_pages: int) -> None:
+        self.handle = handle
+        self.max_pages = max_pages
+
+    @classmethod
+    def create(cls, num_pages: int, page_size: int, max_len: int) -> "PageTable":
+        return cls(lib.page_table_create(num_pages, page_size, max_len), -(-max_len // page_size))
+
+    def _with(self, handle: Any) -> "PageTable":
+        return PageTable(handle, self.max_pages)
+
+    def add_request(self) -> tuple["PageTable", int]:
+        handle, request = lib.page_table_add_request(self.handle)
+        return self._with(handle), int(request)
+
+    def free_request(self, request: int) -> "PageTable":
+        return self._with(lib.page_table_free_request(self.handle, request))
+
+    def fork(self, request: int, length: int) -> tuple["PageTable", int]:
+        handle, child = lib.page_table_fork(self.handle, request, length)
+        return self._with(handle), int(child)
+
+    def truncate(self, requests: Sequence[int], lengths: Sequence[int]) -> "PageTable":
+        return self._with(lib.page_table_truncate(self.handle, list(requests), list(lengths)))
+
+    def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple["PageTable", list[int], list[int]]:
+        """The table with room for the tokens, and pages to copy before they are written: sources, destinations."""
+        handle, sources, destinations = lib.page_table_extend(self.handle, list(requests), list(tokens))
+        return self._with(handle), [int(p) for p in sources], [int(p) for p in destinations]
+
+    def requests(self) -> list[int]:
+        """Ids in the order of addition."""
+        return [int(request) for request in lib.page_table_requests(self.handle)]
+
+    def free_pages(self) -> int:
+        return int(lib.page_table_free_pages(self.handle))
+
+    def tensors(self, requests: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """block_table (requests, max_pages) int32, -1 past a request's pages, and lengths (requests,) int32."""
+        block_table = torch.empty((len(requests), self.max_pages), dtype=torch.int32)
+        lengths = torch.empty(len(requests), dtype=torch.int32)
+        self.write(requests, block_table, lengths)
+        return block_table, lengths
+
+    def write(self, requests: Sequence[int], block_table: Tensor, lengths: Tensor) -> None:
+        """Fills in such tensors."""
+        lib.page_table_write(self.handle, list(requests), block_table, lengths)
