@@ -1,5 +1,7 @@
 #include "cpu/attention_rows.h"
 
+#include <omp.h>
+
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -12,7 +14,6 @@ namespace fold::cpu {
 namespace {
 
 using plan::KeyRange;
-using plan::RowsView;
 using plan::Sequence;
 
 constexpr double kLog2E = 0x1.71547652b82fep+0;
@@ -39,7 +40,7 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   const int64_t padded = plan::padded_head_dim(p.head_dim);
   Buffer<float> k_norm(p.kv_heads * p.total_k), v_norm(p.kv_heads * p.total_k);
   const std::vector<plan::TileTask> tasks = plan::key_tiles(all, p.kv_heads);
-#pragma omp parallel for schedule(dynamic, 4)
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads_for(tasks.size()))
   for (size_t t = 0; t < tasks.size(); ++t) {
     const Sequence& s = all[static_cast<size_t>(tasks[t].sequence)];
     alignas(64) float row[256];
@@ -55,7 +56,8 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   VisibleNorms norms;
   norms.k.resize(static_cast<size_t>(p.kv_heads * p.total_q));
   norms.v.resize(norms.k.size());
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) \
+    num_threads(threads_for(all.size() * static_cast <size_t>(p.kv_heads)))
   for (size_t i = 0; i < all.size(); ++i) {
     for (int64_t head = 0; head < p.kv_heads; ++head) {
       const Sequence& s = all[i];
@@ -65,6 +67,11 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
     }
   }
   return norms;
+}
+
+int threads_for(size_t tasks) {
+  const auto most = static_cast<size_t>(omp_get_max_threads());
+  return static_cast<int>(tasks < 1 ? 1 : tasks < most ? tasks : most);
 }
 
 LogitUnit logit_unit(const plan::ForwardParams& p) {

@@ -23,6 +23,9 @@ struct VisibleNorms {
 VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<plan::Sequence>& all,
                            const TileKernels& kernels);
 
+/// Threads for a loop over so many tasks; at least one.
+int threads_for(size_t tasks);
+
 /// Logits are kept in units of log2(e) as fp32 rounds it together with softmax_scale: `scale` turns a dot product into
 /// a logit t, `natural` is what one unit of t is in natural log. Converting log-sum-exp with `natural`, not with the
 /// exact constant, leaves the rounding of `scale` in differences of logits only.

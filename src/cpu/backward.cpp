@@ -69,15 +69,16 @@ class Backward {
   void run() {
     const std::vector<TileTask> query_tasks = plan::query_tiles(all_, p_.heads);
     const std::vector<TileTask> key_tasks = plan::key_tiles(all_, p_.kv_heads);
+    const int query_threads = threads_for(query_tasks.size()), key_threads = threads_for(key_tasks.size());
     std::vector<Scratch> scratch;
-    for (int i = 0; i < omp_get_max_threads(); ++i) scratch.emplace_back(padded_);
-#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = 0; i < key_threads; ++i) scratch.emplace_back(padded_);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(query_threads)
     for (size_t t = 0; t < query_tasks.size(); ++t) prepare_tile(query_tasks[t]);
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(key_threads)
     for (size_t t = 0; t < key_tasks.size(); ++t) {
       key_tile(key_tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]);
     }
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(query_threads)
     for (size_t t = 0; t < query_tasks.size(); ++t) finish_tile(query_tasks[t]);
     if (b_.dsinks) sink_gradients();
     clear_unused();

@@ -18,9 +18,9 @@ DqGrid::DqGrid(DType dtype, int64_t rows, int64_t padded_dim, const TileKernels&
       shift_(rows),
       multiplier_(rows) {
   if (is_64_bit_) {
-    sum64_ = Buffer<int64_t>::uninitialised(rows * padded_dim);
+    sum64_ = Buffer<int64_t>(rows * padded_dim);
   } else {
-    sum32_ = Buffer<int32_t>::uninitialised(rows * padded_dim);
+    sum32_ = Buffer<int32_t>(rows * padded_dim);
   }
 }
 

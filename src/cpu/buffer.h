@@ -6,15 +6,16 @@
 
 namespace fold::cpu {
 
-/// Zeroed memory on a cache-line boundary.
+/// Memory on a cache-line boundary, uninitialised.
 template <typename T>
 class Buffer {
  public:
   Buffer() = default;
-  explicit Buffer(int64_t count) : Buffer(count, true) {}
-
-  /// Memory whose first reader has written it.
-  static Buffer uninitialised(int64_t count) { return Buffer(count, false); }
+  explicit Buffer(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64 + 64;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+    if (!data_) throw std::bad_alloc();
+  }
 
   T* data() { return data_.get(); }
   const T* data() const { return data_.get(); }
@@ -25,13 +26,6 @@ class Buffer {
   struct Free {
     void operator()(T* p) const { std::free(p); }
   };
-
-  Buffer(int64_t count, bool zero) {
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64 + 64;
-    data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
-    if (!data_) throw std::bad_alloc();
-    if (zero) __builtin_memset(static_cast<void*>(data_.get()), 0, bytes);
-  }
 
   std::unique_ptr<T, Free> data_;
 };

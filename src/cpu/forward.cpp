@@ -49,9 +49,10 @@ class Forward {
   void run() {
     pack();
     const std::vector<TileTask> tasks = plan::query_tiles(all_, p_.heads);
+    const int threads = threads_for(tasks.size());
     std::vector<Scratch> scratch;
-    for (int i = 0; i < omp_get_max_threads(); ++i) scratch.emplace_back(padded_);
-#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = 0; i < threads; ++i) scratch.emplace_back(padded_);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (size_t t = 0; t < tasks.size(); ++t) tile(tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]);
     clear_unused();
   }
@@ -69,11 +70,12 @@ class Forward {
       first_tile_.push_back(total);
       total += p_.kv_heads * plan::ceil_div(s.k_len, kKeyTile);
     }
-    k_ = Buffer<Word>::uninitialised(total * kKeyTile * words_);
-    v_ = Buffer<Word>::uninitialised(total * kKeyTile * words_);
+    k_ = Buffer<Word>(total * kKeyTile * words_);
+    v_ = Buffer<Word>(total * kKeyTile * words_);
     const std::vector<TileTask> tasks = plan::key_tiles(all_, p_.kv_heads);
-    Buffer<Word> rows(omp_get_max_threads() * kKeyTile * words_);
-#pragma omp parallel for schedule(dynamic, 1)
+    const int threads = threads_for(tasks.size());
+    Buffer<Word> rows(threads * kKeyTile * words_);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (size_t t = 0; t < tasks.size(); ++t) {
       const auto [sequence, head, tile] = tasks[t];
       const Sequence& s = all_[static_cast<size_t>(sequence)];

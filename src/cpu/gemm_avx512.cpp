@@ -1,7 +1,9 @@
 #if defined(__x86_64__)
 // g++ 12 takes the deliberately undefined operands inside its own AVX-512 header for mistakes (GCC bug 105593).
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 
 #include "cpu/gemm_tiles.h"

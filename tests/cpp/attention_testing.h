@@ -143,7 +143,8 @@ struct Expected {
 /// which it adds. Identity and double make the reference.
 template <typename Sum, typename Round>
 Expected attention(const Problem& p, Round round) {
-  const auto [batch, q_len, k_len, heads, kv_heads, dim] = p.shape;
+  const int64_t batch = p.shape.batch, q_len = p.shape.q_len, k_len = p.shape.k_len;
+  const int64_t heads = p.shape.heads, kv_heads = p.shape.kv_heads, dim = p.shape.dim;
   const Sum scale = static_cast<Sum>(p.options.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
   Expected e;
   e.out.assign(static_cast<size_t>(p.q.numel()), 0.0);

@@ -35,7 +35,8 @@ const Case kCases[] = {
 class Accuracy : public ::testing::TestWithParam<std::tuple<Case, DType>> {};
 
 TEST_P(Accuracy, WithinAFactorOfAnOrdinaryImplementation) {
-  const auto& [c, dtype] = GetParam();
+  const Case& c = std::get<0>(GetParam());
+  const DType dtype = std::get<1>(GetParam());
   Problem p(dtype, c.shape);
   p.options.causal = c.causal;
   p.options.window_left = c.left;
