@@ -56,8 +56,8 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   VisibleNorms norms;
   norms.k.resize(static_cast<size_t>(p.kv_heads * p.total_q));
   norms.v.resize(norms.k.size());
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) \
-    num_threads(threads_for(all.size() * static_cast <size_t>(p.kv_heads)))
+  const int threads = threads_for(all.size() * static_cast<size_t>(p.kv_heads));
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
   for (size_t i = 0; i < all.size(); ++i) {
     for (int64_t head = 0; head < p.kv_heads; ++head) {
       const Sequence& s = all[i];
