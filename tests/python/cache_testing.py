@@ -29,11 +29,11 @@ def poisoned(batch: int, max_len: int, heads: int = 4, kv_heads: int = 2, dim: i
 
 
 def filled(lengths, layers, room: int = 0, **options) -> FoldKVCache:
-    """A poisoned cache of one request per length, with room for more keys; request i holds the first keys of layers[i]."""
+    """A poisoned cache with room for more keys; request i holds the first lengths[i] keys of layers[i]."""
     q, k, _ = layers[0]
     cache = poisoned(len(lengths), max(1, *lengths) + room, q.shape[1], k.shape[1], q.shape[2], **options)
-    rows = [torch.cat([x[which][:n] for x, n in zip(layers, lengths, strict=True)]) for which in (1, 2)]
-    cache.write_prompt(*rows, starts(lengths))
+    keys, values = (torch.cat([x[i][:n] for x, n in zip(layers, lengths, strict=True)]) for i in (1, 2))
+    cache.write_prompt(keys, values, starts(lengths))
     return cache
 
 

@@ -1,4 +1,4 @@
-"""P3: n tokens at once equal n steps, a shared prefix equals one stored per request, chunks of a prompt equal the whole."""
+"""P3: n tokens at once equal n steps, a shared prefix one stored per request, chunks of a prompt the whole."""
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ def fresh(lengths, layers, **options):
     """As `filled`, on storage of zeros."""
     q, k, _ = layers[0]
     cache = FoldKVCache(len(lengths), q.shape[1], k.shape[1], q.shape[2], 6000, **options)
-    rows = [torch.cat([x[which][:n] for x, n in zip(layers, lengths, strict=True)]) for which in (1, 2)]
-    cache.write_prompt(*rows, starts(lengths))
+    keys, values = (torch.cat([x[i][:n] for x, n in zip(layers, lengths, strict=True)]) for i in (1, 2))
+    cache.write_prompt(keys, values, starts(lengths))
     return cache
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
 def test_draft_chain_equals_single_steps(n, options):
-    """vllm#8783, #41758: n tokens at once and n single steps: byte-equal rows, info and cache; lengths around a block, a
-    page and a mark of the tail's fit."""
+    """vllm#8783, #41758: n tokens at once and n single steps: byte-equal rows, info and cache; lengths around a block,
+    a page and a mark of the tail's fit."""
     lengths = [0, 1, 60, 63, 64, 190, 250, 255, 256, 1017, 1023, 1024, 1080]
     layers = [layer(length + n, seed=length) for length in lengths]
     many, single = (filled(lengths, layers, n, **options) for _ in range(2))
@@ -104,8 +104,8 @@ def test_truncated_and_written_again_is_as_if_never_longer():
 
 @pytest.mark.parametrize("depth", [None, 12.0])
 def test_shared_prefix_equals_undivided(depth):
-    """vllm#26130, #45667: a prefix of 4096 shared by 64 requests with suffixes of 0 to 100 tokens: byte-equal to requests
-    that store it themselves."""
+    """vllm#26130, #45667: a prefix of 4096 shared by 64 requests with suffixes of 0 to 100 tokens: byte-equal to
+    requests that store it themselves."""
     q, k, v = layer(4096, 2, 1)
     suffixes = [layer(100, 2, 1, seed=i + 1) for i in range(64)]
     lengths = [(i * 100) // 63 for i in range(64)]
@@ -114,8 +114,8 @@ def test_shared_prefix_equals_undivided(depth):
     prefix = shared.requests[0]
     forks = [shared.fork(prefix) for _ in range(64)]
     assert shared.free_pages == 64 * 2, "a fork holds no page of its own"
-    rows = [torch.cat([x[which][:n] for x, n in zip(suffixes, lengths, strict=True)]) for which in (1, 2)]
-    shared.write_prompt(*rows, starts(lengths), forks)
+    keys, values = (torch.cat([x[i][:n] for x, n in zip(suffixes, lengths, strict=True)]) for i in (1, 2))
+    shared.write_prompt(keys, values, starts(lengths), forks)
     queries = torch.stack([x[0][0] for x in suffixes])
     out, lse = shared.attend(queries, ids=forks, return_lse=True)
     for i, (_, ks, vs) in enumerate(suffixes):
@@ -194,13 +194,14 @@ def test_tree_equals_sdpas_mask(nodes, seed):
     out = cache.decode(q[None, prefix:], k[None, prefix:], v[None, prefix:], tree=mask)[0]
     full = torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), mask], 1)
 
-    def sdpa(dtype):
-        rows = (x.to(dtype).transpose(0, 1)[None] for x in (q[prefix:], k, v))
-        result = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=full, enable_gqa=True)
+    def masked(dtype):
+        rows, keys, values = (x.to(dtype).transpose(0, 1)[None] for x in (q[prefix:], k, v))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        result = sdpa(rows, keys, values, attn_mask=full, enable_gqa=True)
         return result[0].transpose(0, 1).double()
 
-    reference = sdpa(torch.float64)
-    assert (out - reference).norm() < (sdpa(torch.bfloat16) - reference).norm()
+    reference = masked(torch.float64)
+    assert (out - reference).norm() < (masked(torch.bfloat16) - reference).norm()
 
 
 def test_chain_mask_is_no_tree():
@@ -220,19 +221,20 @@ def test_prefill_in_chunks_is_attention(window):
     layers = [layer(max(n, 1), seed=n) for n in lengths]
     sinks = torch.randn(4)
     cache = poisoned(3, 520, window_size=window, sinks=sinks)
-    chunks = {n: [] for n in lengths}
+    chunks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {n: [] for n in lengths}
     at = [0, 0, 0]
     for sizes in ([64, 0, 1], [1, 0, 255], [235, 0, 0], [0, 0, 261]):
-        parts = [[x[which][a : a + n] for x, a, n in zip(layers, at, sizes, strict=True)] for which in range(3)]
-        out, lse = cache.prefill(*(torch.cat(p) for p in parts), starts(sizes), return_lse=True)
+        parts = [[x[i][a : a + n] for x, a, n in zip(layers, at, sizes, strict=True)] for i in range(3)]
+        q, k, v = map(torch.cat, parts)
+        out, lse = cache.prefill(q, k, v, starts(sizes), return_lse=True)
         for n, a, b in zip(lengths, starts(sizes)[:-1], starts(sizes)[1:], strict=True):
             chunks[n].append((out[a:b], lse[:, a:b]))
         at = [a + n for a, n in zip(at, sizes, strict=True)]
     assert cache.lengths == lengths
-    for n, x in zip(lengths, layers, strict=True):
+    for n, (q, k, v) in zip(lengths, layers, strict=True):
         out = torch.cat([c[0] for c in chunks[n]])
         if n:
-            reference, lse = exact(*x, window=window, sinks=sinks)
-            assert (out - reference).norm() < bf16_error(*x, reference, window=window, sinks=sinks)
+            reference, lse = exact(q, k, v, window=window, sinks=sinks)
+            assert (out - reference).norm() < bf16_error(q, k, v, reference, window=window, sinks=sinks)
             # Within the reach of a logit's own error.
             assert (torch.cat([c[1] for c in chunks[n]], 1) - lse).abs().max() < 1e-3
