@@ -1,5 +1,6 @@
 #include "cpu/backward_wide.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/attention_rows.h"
@@ -49,7 +50,9 @@ WideRow wide_backward_row(const plan::BackwardParams& p, const plan::Sequence& s
   WideRow wide;
   wide.reference = wide_softmax(f, s, head, keys, x.q, out);
   wide.delta = dot(x.dout, out, f.head_dim);
-  for (int64_t j = keys.first; j < keys.last; ++j) {
+  const bool no_softmax = std::isnan(wide.reference.max);  // then every weight, and all of dq, is NaN
+  if (no_softmax) std::fill_n(dq, f.head_dim, wide.delta);
+  for (int64_t j = keys.first; j < keys.last && !no_softmax; ++j) {
     x.load(j);
     const double ds = x.probability(wide.reference) * (x.dprobability() - wide.delta);
     for (int64_t d = 0; d < f.head_dim; ++d) dq[d] += ds * x.k[d];
@@ -61,6 +64,13 @@ WideRow wide_backward_row(const plan::BackwardParams& p, const plan::Sequence& s
 
 void add_wide_row(const plan::BackwardParams& p, const plan::Sequence& s, int64_t head, int64_t row,
                   const WideRow& wide, plan::KeyRange keys, int64_t ld, float* dk, float* dv) {
+  if (std::isnan(wide.reference.max)) {
+    for (int64_t j = 0; j < keys.last - keys.first; ++j) {
+      std::fill_n(dk + j * ld, p.forward.head_dim, NAN);
+      std::fill_n(dv + j * ld, p.forward.head_dim, NAN);
+    }
+    return;
+  }
   WideScorer x(p, s, head, row);
   for (int64_t j = keys.first; j < keys.last; ++j) {
     x.load(j);

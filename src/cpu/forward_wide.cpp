@@ -1,5 +1,6 @@
 #include "cpu/forward_wide.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "cpu/attention_rows.h"
@@ -19,7 +20,11 @@ WideReference wide_softmax(const plan::ForwardParams& p, const plan::Sequence& s
   double max = p.sinks ? p.sinks[head] : -INFINITY;
   for (int64_t j = keys.first; j < keys.last; ++j) {
     const double t = logit(j);
-    if (!(t <= max)) max = t;  // a NaN is taken over and stays
+    if (!(t <= max)) max = t;
+    if (std::isnan(max)) {
+      std::fill_n(out, dim, max);  // as every weight is NaN
+      return {max, max};
+    }
   }
   double sum = p.sinks ? std::exp(p.sinks[head] - max) : 0.0;
   for (int64_t d = 0; d < dim; ++d) out[d] = 0.0;
