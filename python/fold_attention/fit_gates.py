@@ -1,10 +1,10 @@
-"""Fits the gates of docs/numerics.md section 6 on captures: `python -m fold_attention.fit_gates CAPTURE... --output FILE`.
+"""Fits the gates of docs/numerics.md, section 6, on captures: `python -m fold_attention.fit_gates CAPTURE...`.
 
-For each depth: the gates (K.l, K.b, V.h, V.l, V.b, in log2 below a row's Z) that read the fewest bytes while no capture's
-error exceeds its target. The target is the error at that depth of the scheme with two int8 K planes and a bf16 V: measured
-ones are taken from `--targets` (benchmarks/published.json), missing ones are emulated with this library by reading every K
-to level 2 within 4 of the cut and every V above it in full. `--held-out` instead judges each capture with gates fitted on
-the others.
+For each depth: the gates (K.l, K.b, V.h, V.l, V.b, in log2 below a row's Z) that read the fewest bytes while no
+capture's error exceeds its target. The target is the error at that depth of the scheme with two int8 K planes and a
+bf16 V: measured ones are taken from `--targets` (benchmarks/published.json), missing ones are emulated with this
+library by reading every K to level 2 within 4 of the cut and every V above it in full. `--held-out` instead judges each
+capture with gates fitted on the others.
 """
 
 import json
@@ -33,43 +33,61 @@ FULL_KEY_MARGIN = 4  # the two-plane scheme reads its second K plane where a wei
 class Case:
     """One capture: its cache, every `every`-th decode step as one batch, and their fp64 outputs."""
 
-    name: str
+    path: Path
     q: Tensor  # (steps, 1, H, D)
     cache: FoldKVCache
     block_table: Tensor  # (steps, max_pages)
     lengths: Tensor  # (steps,)
     expected: Tensor  # (steps, H, D) float64
 
-    def run(self, gates: Gates) -> tuple[float, float, float]:
-        """Relative error, bytes read over a bf16 cache's, share of keys whose V was read."""
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def run(self, gates: Gates | None = None, depth: float | None = None) -> tuple[float, float, float]:
+        """Relative error, bytes read over a bf16 cache's, share of keys whose V was read. `gates` go before `depth`."""
         steps, _, heads, dim = self.q.shape
         kv_heads = self.cache.n_kv_heads
         out = torch.empty(steps, 1, heads, dim)
         kept, dropped = torch.empty(steps, 1, heads), torch.empty(steps, 1, heads)
         again = torch.empty(steps, 1, heads, dtype=torch.uint8)
         read = torch.empty(steps, 1, kv_heads, dtype=torch.int64)
-        options = (None, None, None, None, 0.0, -1, 0, torch.tensor(gates, dtype=torch.float32), 0.0)
+        depths = None if depth is None else torch.tensor([depth], dtype=torch.float32)
+        explicit = None if gates is None else torch.tensor(gates, dtype=torch.float32)
+        options = (None, None, depths, None, 0.0, -1, 0, explicit, 0.0)
         tables = (self.block_table, self.lengths)
         results = (out, None, kept, dropped, again, read)
         lib.decode(self.q, self.cache.storage, self.cache.layout, None, None, None, *tables, *options, *results)
-        error = (out[:, 0].double() - self.expected).norm() / self.expected.norm()
         whole = self.lengths.double().sum() * kv_heads * 4 * dim
-        return float(error), float(read.sum() / whole), float(kept.mean())
+        return self.error_of(out[:, 0].double()), float(read.sum() / whole), float(kept.mean())
+
+    def error_of(self, out: Tensor) -> float:
+        """Relative error of outputs (steps, H, D)."""
+        return float((out - self.expected).norm() / self.expected.norm())
+
+    def rounding_error(self) -> float:
+        """The error that fp64 attention makes on the cache's finest readings: what its planes cost by themselves."""
+        keys, values = (rows.transpose(0, 1) for rows in self.cache.read())
+        return self.error_of(_outputs(self.q[:, 0], keys, values, self.lengths))
 
 
-def load(path: Path, every: int) -> Case:
+def load(path: Path, every: int, bits: int = 16) -> Case:
     """A decode capture: q (T, H, D), k and v (HK, L, D), step t at position L - T + t."""
     with safe_open(path, "pt") as file:
         q, k, v = (file.get_tensor(name) for name in "qkv")
     steps, heads, dim = q.shape
     kv_heads, length, _ = k.shape
-    cache = FoldKVCache(1, heads, kv_heads, dim, length)
+    cache = FoldKVCache(1, heads, kv_heads, dim, length, bits=bits)
     cache.write_prompt(k.transpose(0, 1), v.transpose(0, 1), torch.tensor([0, length], dtype=torch.int32))
     chosen = torch.arange(0, steps, every)
     lengths = (length - steps + 1 + chosen).to(torch.int32)
-    expected = torch.stack([_attention(q[t], k[:, :n], v[:, :n]) for t, n in zip(chosen, lengths, strict=True)])
     table = cache.tables(None)[0].expand(len(chosen), -1)
-    return Case(path.stem, q[chosen][:, None].contiguous(), cache, table, lengths, expected)
+    return Case(path, q[chosen][:, None].contiguous(), cache, table, lengths, _outputs(q[chosen], k, v, lengths))
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """fp64 attention of tokens q (steps, H, D) over the first lengths[i] keys of k, v (HK, L, D)."""
+    return torch.stack([_attention(row, k[:, :n], v[:, :n]) for row, n in zip(q, lengths.tolist(), strict=True)])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,8 +97,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def two_plane_bytes(case: Case, depth: float) -> float:
-    """Bytes of the two-plane scheme over a bf16 cache's: an int8 K plane and its scale for every key, bf16 V above the cut,
-    the second K plane FULL_KEY_MARGIN above it, a bf16 mean row a block."""
+    """Bytes of the two-plane scheme over a bf16 cache's: an int8 K plane and its scale for every key, bf16 V above the
+    cut, the second K plane FULL_KEY_MARGIN above it, a bf16 mean row a block."""
     dim = case.q.shape[-1]
     values = case.run((OPEN, OPEN, depth, depth, depth))[2]
     keys = case.run((OPEN, OPEN, depth - FULL_KEY_MARGIN, 0.0, 0.0))[2]
@@ -140,15 +158,14 @@ def report(cases: list[Case], depth: float | None, gates: Gates, measured: dict[
         error, read, kept = case.run(gates)
         limit = target(case, depth, measured)
         ratio = "" if depth is None else f"  {read / two_plane_bytes(case, depth):.3f} of the two-plane scheme's"
-        print(
-            f"  {case.name}: error {error:.2e} ({error / limit:.2f} of {limit:.2e}), V read {kept:.3f}, bytes {read:.3f}{ratio}"
-        )
+        print(f"  {case.name}: error {error:.2e} ({error / limit:.2f} of {limit:.2e}), V read {kept:.3f}, ", end="")
+        print(f"bytes {read:.3f}{ratio}")
 
 
 def table(rows: dict[float | None, Gates]) -> str:
     lines = [
         "// Fitted by `python -m fold_attention.fit_gates` (docs/numerics.md, section 6); log2 below a row's Z.",
-        "// Depth, ascending, then K.l, K.b, V.h, V.l, V.b; last the gates of depth=None, which reads every V's plane h.",
+        "// Depth, ascending, then K.l, K.b, V.h, V.l, V.b; last depth=None, which reads every V's plane h.",
     ]
     for depth, gates in sorted((math.inf if depth is None else depth, gates) for depth, gates in rows.items()):
         values = ", ".join("kOpen" if gate >= OPEN else f"{gate:.1f}f" for gate in gates)

@@ -1,5 +1,5 @@
-"""P4: the library and the NumPy oracle, two implementations of docs/numerics.md, agree on every byte: pages, references,
-kept keys, sums, outputs. The oracle imports nothing of the library."""
+"""P4: the library and the NumPy oracle, two implementations of docs/numerics.md, agree on every byte: pages,
+references, kept keys, sums, outputs. The oracle imports nothing of the library."""
 
 import re
 from pathlib import Path
@@ -48,9 +48,9 @@ def same_bytes(ours: torch.Tensor, theirs: np.ndarray) -> bool:
 
 
 def random_layout(rng: np.random.Generator) -> Layout:
-    bits = [int(rng.choice([4, 8, 16, 16])) for _ in range(2)]
+    k_bits, v_bits = (int(rng.choice([4, 8, 16, 16])) for _ in range(2))
     dim, page = int(rng.choice([64, 64, 128, 256])), int(rng.choice([64, 192, 256, 320, 512]))
-    return Layout(int(rng.integers(1, 3)), dim, page, *bits, bool(rng.random() < 0.8))
+    return Layout(int(rng.integers(1, 3)), dim, page, k_bits, v_bits, bool(rng.random() < 0.8))
 
 
 def new_cache(layout: Layout, heads: int, keys: int) -> FoldKVCache:
@@ -91,7 +91,7 @@ def test_pages_written_in_chunks_are_the_oracles(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decode_is_the_oracles(seed: int) -> None:
-    """Z, E, sums, outputs, LSE, kept and dropped keys, recomputed rows: gates, windows, sinks, drafts, wrong references."""
+    """Outputs, LSE, kept and dropped keys, recomputed rows: depths, windows, sinks, drafts, wrong references."""
     rng = np.random.default_rng(1000 + seed)
     layout = random_layout(rng)
     group, dim = int(rng.integers(1, 6)), layout.head_dim
@@ -135,11 +135,12 @@ def test_decode_is_the_oracles(seed: int) -> None:
 
     table = gate_table()
     for t in range(tokens):
-        position = keys - tokens + t if paths[t] is None else keys - tokens + len(paths[t]) - 1
+        path = paths[t]
+        position = keys - tokens + (t if path is None else len(path) - 1)
         for h in range(layout.n_kv_heads):
             rows = np.s_[h * group : (h + 1) * group]
             expected = decode_row_group(
-                oracle, h, q[0, t, rows], position, window=window, path=paths[t], reference_shift=shift,
+                oracle, h, q[0, t, rows], position, window=window, path=path, reference_shift=shift,
                 sinks=None if sinks is None else sinks[rows],
                 gates=np.stack([table.gates(None if dense else float(value)) for value in depth[0, t, rows]]),
             )  # fmt: skip
