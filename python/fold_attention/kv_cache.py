@@ -186,7 +186,7 @@ class FoldKVCache:
         ids: Sequence[int] | None = None,
         *,
         return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Any:
         """`write_prompt`, and the causal attention of the tokens over what is cached and themselves.
 
         The prompt's own keys enter as given, cached ones as they were stored; every V is read, whatever the depth.
