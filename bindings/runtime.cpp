@@ -1,6 +1,7 @@
 #include <atomic>
 #include <string>
 
+#include "cpu/isa.h"
 #include "export.h"
 
 namespace fold::binding {
@@ -17,6 +18,9 @@ int64_t get_threads() { return num_threads(); }
 
 tvm::ffi::String version() { return FOLD_VERSION; }
 
+/// The instruction set of the CPU kernels in use.
+tvm::ffi::String isa() { return cpu::isa_name(cpu::isa()); }
+
 }  // namespace
 
 int num_threads() { return threads.load(std::memory_order_relaxed); }
@@ -27,3 +31,4 @@ void set_num_threads(int n) { threads.store(n, std::memory_order_relaxed); }
 FOLD_EXPORT(set_num_threads, fold::binding::set_threads)
 FOLD_EXPORT(get_num_threads, fold::binding::get_threads)
 FOLD_EXPORT(version, fold::binding::version)
+FOLD_EXPORT(isa, fold::binding::isa)
