@@ -177,7 +177,7 @@ def test_one_relevant_key_of_many(length):
 
 @pytest.mark.parametrize("depth", [6.0, 9.0, 12.0])
 def test_dropped_mass_is_within_its_promise(depth):
-    """HKUSTDial/flash-sparse-attention#343: a dropped key weighs less than 2^-depth of its row's mass; the mass reported
+    """HKUSTDial/flash-sparse-attention#343: a dropped key weighs less than 2^-depth of its row; the mass reported
     is that of the dropped keys in fp64, and without the tail's model it bounds the error."""
     n = 4000
     q, k, v = layer(n, 2, 2)  # one row a group: nobody else asks for a key

@@ -1,7 +1,9 @@
 """FoldKVCache and fold_attn_with_kvcache: what they take, what they return, and that it is attention."""
 
 import inspect
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +224,21 @@ def test_reading_back():
             amax = y.norm(dim=-1, keepdim=True)  # of the rotated row, at most
             step = amax / 127 * {16: 2**-8, 8: 1, 4: 16}[bits] * (1 + 2**-7)
             assert bool(((x - y).norm(dim=-1, keepdim=True) <= step * 64**0.5).all())
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's account of resident memory")
+def test_a_pool_costs_what_is_used_of_it():
+    """A pool of 20 GB is made at once, and takes the memory of its used pages."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = FoldKVCache(8, 8, 8, 128, 2**19, num_pages=2**14)
+    assert cache.storage.numel() > 2e10
+    cache.append(torch.randn(8, 1, 8, 128), torch.randn(8, 1, 8, 128))
+    cache.attend(torch.randn(8, 8, 128))
+    assert resident() - before < 2**26
 
 
 def test_supports_says_what_the_constructor_says():
