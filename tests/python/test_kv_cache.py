@@ -228,14 +228,14 @@ def test_reading_back():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's account of resident memory")
 def test_a_pool_costs_what_is_used_of_it():
-    """A pool of 20 GB is made at once, and takes the memory of its used pages."""
+    """A pool of over 4 GB is made at once, and takes the memory of its used pages."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    cache = FoldKVCache(8, 8, 8, 128, 2**19, num_pages=2**14)
-    assert cache.storage.numel() > 2e10
+    cache = FoldKVCache(8, 8, 8, 128, 2**19, num_pages=2**12)
+    assert cache.storage.numel() > 2**32
     cache.append(torch.randn(8, 1, 8, 128), torch.randn(8, 1, 8, 128))
     cache.attend(torch.randn(8, 8, 128))
     assert resident() - before < 2**26
