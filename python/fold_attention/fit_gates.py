@@ -71,7 +71,7 @@ class Case:
         return self.error_of(_outputs(self.q[:, 0], keys, values, self.lengths))
 
 
-def load(path: Path, every: int, bits: int = 16) -> Case:
+def load(path: Path, every: int, bits: int | tuple[int, int] = 16) -> Case:
     """A decode capture: q (T, H, D), k and v (HK, L, D), step t at position L - T + t."""
     with safe_open(path, "pt") as file:
         q, k, v = (file.get_tensor(name) for name in "qkv")
