@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from attention_reference import assert_within, attention, error, run, visible
 from hypothesis import given
 
+import fold_attention
 from fold_attention import fold_attn_func
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -125,8 +126,10 @@ def test_any_shape_fp32(b, sq, sk, hk, group, d, causal, window, seed):
 
 
 def captured_layers():
-    root = Path(__file__).parents[2]
-    return sorted(p for d in (root / "data", root.parent / "shared/captures") for p in d.glob("backward_*.safetensors"))
+    """The one in the package, and the whole ones where they lie beside the checkout."""
+    shipped = Path(fold_attention.__file__).parent / "data"
+    beside = Path(__file__).parents[3] / "shared/captures"
+    return sorted(path for folder in (shipped, beside) for path in folder.glob("backward_*.safetensors"))
 
 
 @pytest.mark.parametrize("path", captured_layers(), ids=lambda p: p.stem)
