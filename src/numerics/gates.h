@@ -17,15 +17,6 @@ struct GateRow {
   Gates gates;
 };
 
-constexpr GateRow kGateTable[] = {
-#define FOLD_GATES(depth, ...) {depth, {__VA_ARGS__}},
-#define FOLD_DENSE_GATES(...)
-#include "numerics/gates.inc"
-#undef FOLD_GATES
-#undef FOLD_DENSE_GATES
-};
-constexpr int kGateRows = static_cast<int>(sizeof(kGateTable) / sizeof(kGateTable[0]));
-
 /// depth=None: every V is read, every plane of it only where the weight asks.
 #define FOLD_GATES(...)
 #define FOLD_DENSE_GATES(...) constexpr Gates kDenseGates{__VA_ARGS__};
@@ -37,10 +28,19 @@ FOLD_HD float lerp_gate(float a, float b, float t) { return fma(sub(b, a), t, a)
 
 /// The gates of a depth (log2 of the row's mass); +infinity stands for depth=None.
 FOLD_HD Gates gates_for_depth(float depth) {
+  constexpr GateRow table[] = {
+      // local: device code cannot index a host array
+#define FOLD_GATES(depth, ...) {depth, {__VA_ARGS__}},
+#define FOLD_DENSE_GATES(...)
+#include "numerics/gates.inc"
+#undef FOLD_GATES
+#undef FOLD_DENSE_GATES
+  };
+  constexpr int rows = static_cast<int>(sizeof(table) / sizeof(table[0]));
   if (!is_finite(depth)) return kDenseGates;
   int i = 0;
-  while (i + 2 < kGateRows && depth > kGateTable[i + 1].depth) ++i;
-  const GateRow low = kGateTable[i], high = kGateTable[i + 1];
+  while (i + 2 < rows && depth > table[i + 1].depth) ++i;
+  const GateRow low = table[i], high = table[i + 1];
   const float inside = depth < low.depth ? low.depth : depth > high.depth ? high.depth : depth;
   const float shift = sub(depth, inside);
   const float t = div(sub(inside, low.depth), sub(high.depth, low.depth));
