@@ -21,7 +21,7 @@ struct KVCacheOptions {
   float depth = std::numeric_limits<float>::infinity();  ///< log2 of the row's mass; +inf reads every V
   double softmax_scale = 0;                              ///< 0 stands for 1/sqrt(head_dim)
   int64_t window_left = -1;                              ///< keys before its own that a row sees; -1: all
-  std::vector<float> sinks;                              ///< (n_heads,) natural log, or empty
+  std::vector<float> sinks{};                            ///< (n_heads,) natural log, or empty
 };
 
 /// A pool of pages and the requests that live in it. Memory is committed as pages are first written.
