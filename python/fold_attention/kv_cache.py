@@ -54,7 +54,7 @@ class FoldKVCache:
             depth: default of every call; see `fold_attn_with_kvcache`.
             v8: keep V in 8 bits, whatever `bits` says of it.
             page_size: keys a page, a multiple of 64 from 64 to 1024.
-            tail: keep what stands in for V that a depth leaves unread (about 1 % more memory).
+            tail: keep what stands in for V that a depth leaves unread (about 4 % more memory).
             bits: bits an element, 16, 8 or 4, or a pair for K and V.
             num_pages: pages of the pool; by default enough for `batch` requests of `max_len` keys.
             softmax_scale: 1 / sqrt(head_dim) by default.
