@@ -12,7 +12,7 @@ struct StepArgs {
   TensorView k, v;            ///< (B T, HK, D) f32, bf16 or f16; last stride 1
   TensorView slot_mapping{};  ///< optional (B T,) i64: page * page_size + slot, or -1 for a token that is padding: it
                               ///< is not written, and its outputs are 0 (LSE -inf). Padding comes last in a request
-  DecodeArgs decode;  ///< seqlens: keys each request holds *before* the step
+  DecodeArgs decode;          ///< seqlens: keys each request holds *before* the step
 };
 
 /// cache_write, then decode. A request of length 0 whose first page id is negative is padding altogether.
