@@ -1,4 +1,4 @@
-# Everything is set up in $(VENV); nothing is installed outside it. Targets: demo, test, lint, format, asan, tsan, clean.
+# Everything is set up in $(VENV); nothing is installed outside it. Targets: demo, test, docs, lint, format, asan, tsan, clean.
 # TORCH is pip's argument for torch, e.g. make test TORCH="torch --index-url <a CPU-only index>".
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cuh' '*.cu' | sort -u)
 LIBRARY_FILES := $(shell find CMakeLists.txt pyproject.toml cmake include src bindings python -type f -not -name '*.pyc')
 
-.PHONY: test demo lint format cpp-test asan tsan python-test clean
+.PHONY: test demo docs lint format cpp-test asan tsan python-test clean
 
 test: lint cpp-test asan python-test
 	@echo "make test: lint, C++ tests (release), C++ tests (asan), Python tests: all passed"
@@ -58,6 +58,14 @@ format: $(VENV)/tools.stamp
 	@clang-format -i $(CPP_FILES)
 	ruff check --fix .
 	ruff format .
+
+## API reference, from docstrings (build/docs/python) and headers (build/docs/cpp)
+docs: $(VENV)/package.stamp
+	@command -v doxygen >/dev/null || { echo "no doxygen: apt-get install doxygen"; exit 1; }
+	$(BIN)/pip install --quiet --group docs
+	@mkdir -p build/docs
+	$(BIN)/pdoc --docformat google --output-directory build/docs/python fold_attention
+	doxygen docs/Doxyfile
 
 clean:
 	rm -rf build $(VENV)

@@ -44,7 +44,7 @@ bf16 = error(exact(step).bfloat16(), exact(step))  # what rounding a perfect res
 print(f"decode:  {cache.lengths[0]} keys, error {error(out[0], exact(step)):.1e}; rounding to bf16 would be {bf16:.1e}")
 assert error(out[0], exact(step)) < bf16
 
-# The same step, read less deeply. depth: a key whose share of the row is below 2^-depth has its value left unread.
+# The same step, read less deeply: values of keys whose share of the row is below about 2^-depth are left unread.
 print("depth   values read   mass of the rest   cache bytes read   error")
 row, reference = q[step][None], exact(step)
 whole = cache.lengths[0] * KV_HEADS * DIM * 4  # bytes of K and V in bf16

@@ -68,8 +68,9 @@ def fold_attn_with_kvcache(
         cache: the pages, and the defaults of `depth`, `sinks`, `softmax_scale` and `window_size`.
         k, v: the tokens' keys and values, to be written first: (batch, n_kv_heads, head_dim), or with a T axis as q.
         ids: the requests, in q's order; all of them by default, in the order of their addition.
-        depth: read V where a key's weight is above 2^-depth of the row's mass. None: everywhere. A number, or a
-            tensor that broadcasts to (batch, T, n_heads); finite.
+        depth: how far below the row's mass, in log2 of a key's weight, its V is still worth reading: about there it is
+            left unread, and K and V are read less finely above it (docs/numerics.md, section 6). None: every V is
+            read. A number, or a tensor that broadcasts to (batch, T, n_heads); finite.
         tree: the T tokens are a draft tree of at most 64 nodes, each behind its parent: a bool mask (batch, T, T) or
             (T, T), true where node i sees node j, itself included; or parents, integers (batch, T) or (T,), negative
             for a root. By default they are a chain.
