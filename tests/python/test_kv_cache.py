@@ -214,6 +214,16 @@ def test_rows_without_keys():
     assert empty.attend(torch.randn(0, 4, 64)).shape == (0, 4, 64)
 
 
+def test_no_gradient_is_made_up():
+    """Decode has no gradient: asking for one raises, and what is cached never asks."""
+    q, k, v = (x[:2].requires_grad_() for x in layer(3))
+    cache = FoldKVCache(2, 4, 2, 64, 64)
+    out = cache.decode(q, k, v)
+    assert not cache.storage.requires_grad
+    with pytest.raises(RuntimeError, match=r"backward through fold_attention\.decode_step"):
+        out.sum().backward()
+
+
 def test_reading_back():
     """`read` returns what was written, within the stored bits."""
     lengths = [0, 1, 65, 300]
