@@ -48,6 +48,9 @@ asan tsan: %: build/%/build.ninja
 python-test: $(VENV)/package.stamp
 	$(BIN)/python -m pytest
 
+demo: $(VENV)/package.stamp
+	$(BIN)/fold-attention demo --output out
+
 lint: $(VENV)/package.stamp
 	@echo "clang-format --dry-run"; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check .

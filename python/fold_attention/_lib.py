@@ -1,4 +1,4 @@
-"""Loads the shared library; `lib.<name>` are its exported functions (bindings/)."""
+"""Loads the shared library from `path`; `lib.<name>` are its exported functions (bindings/)."""
 
 import os
 from pathlib import Path
@@ -31,4 +31,5 @@ def _find(package_path: list[str]) -> Path:
     raise ImportError(f"fold_attention: _fold.so is in none of {package_path}; install the package with pip")
 
 
-lib = _import_tvm_ffi().load_module(str(_find(list(__import__("fold_attention").__path__))))
+path = _find(list(__import__("fold_attention").__path__))
+lib = _import_tvm_ffi().load_module(str(path))

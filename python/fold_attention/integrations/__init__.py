@@ -1,0 +1,1 @@
+"""Bridges to other libraries; each needs the one it is named after."""
