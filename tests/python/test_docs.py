@@ -61,6 +61,20 @@ def test_commands_that_pages_name_exist(page):
         assert named <= set(typer.main.get_command(commands).commands)
 
 
+def test_the_readmes_numbers_are_the_accuracy_pages_means():
+    def rows(text: str) -> list[tuple[str, str]]:
+        """Name and last number of each row."""
+        return re.findall(r"^\| ([\w, ]+?) \|.* ([\d.e-]+) \|$", text, re.MULTILINE)
+
+    errors, read = re.split(r"\*\*Bytes read, 16 bits\*\*", (ROOT / "docs/accuracy.md").read_text())
+    errors, read = dict(rows(errors)), dict(rows(read.split("**", 1)[0]))
+    short = re.findall(
+        r"^\| (torch, bf16|depth \w+) \| (\S+) \| (\S+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(short) == 5
+    assert short == [(name, errors[name], read.get(name, "1")) for name, _, _ in short]
+
+
 def test_the_picture_is_what_its_script_draws():
     images = ROOT / "docs/images"
     drawing = runpy.run_path(str(images / "draw_planes.py"))["drawing"]()
