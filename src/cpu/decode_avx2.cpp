@@ -1,3 +1,4 @@
+#if defined(__x86_64__)
 #include "cpu/decode_ops_generic.h"
 #include "cpu/decode_worker.h"
 
@@ -6,3 +7,4 @@ namespace fold::cpu {
 DecodeKernels decode_kernels_avx2() { return {sum_range<GenericOps>, score_keys<GenericOps>}; }
 
 }  // namespace fold::cpu
+#endif

@@ -17,9 +17,7 @@ void split_query(Group& g) {
   const DecodeParams& p = *g.params;
   const int d = g.head_dim, half = d / 2;
   Query& q = g.query;
-  for (auto* plane : {&q.a_even, &q.a_odd, &q.b_even, &q.b_odd}) plane->resize(static_cast<size_t>(g.rows) * half);
-  q.a.resize(static_cast<size_t>(g.rows) * d);
-  q.b.resize(static_cast<size_t>(g.rows) * d);
+  for (auto* plane : {&q.a_split, &q.b_split, &q.a, &q.b}) plane->resize(static_cast<size_t>(g.rows) * d);
   for (int r = 0; r < g.rows; ++r) {
     float row[numerics::kMaxHeadDim];
     load_row(p.q, p.q_dtype, g.batch * p.q_stride_b + g.token * p.q_stride_t + (g.kv_head * g.rows + r) * p.q_stride_h,
@@ -29,15 +27,17 @@ void split_query(Group& g) {
     int8_t* a = &q.a[static_cast<size_t>(r) * d];
     int8_t* b = &q.b[static_cast<size_t>(r) * d];
     q.scale[r] = numerics::from_bf16(numerics::split_row(row, d, a, b));
-    int32_t squares = 0;
-    q.sum_a[r] = q.sum_b[r] = 0;
+    int32_t squares = 0, sum_a = 0, sum_b = 0;
     for (int c = 0; c < d; ++c) {
-      q.sum_a[r] += a[c];
-      q.sum_b[r] += b[c];
+      sum_a += a[c];
+      sum_b += b[c];
       squares += a[c] * a[c];
-      (c % 2 == 0 ? q.a_even : q.a_odd)[static_cast<size_t>(r) * half + c / 2] = a[c];
-      (c % 2 == 0 ? q.b_even : q.b_odd)[static_cast<size_t>(r) * half + c / 2] = b[c];
+      const size_t split = static_cast<size_t>(r) * d + (c % 2) * half + c / 2;
+      q.a_split[split] = a[c];
+      q.b_split[split] = b[c];
     }
+    q.offset_a[r] = 128 * sum_a;
+    q.offset[r] = 128 * (256 * sum_a + sum_b);
     q.margin[r] = numerics::mul(numerics::kMarginFactor,
                                 numerics::mul(q.scale[r], numerics::sqrt_rn(static_cast<float>(squares))));
   }

@@ -1,67 +1,53 @@
 #pragma once
+#include <utility>
+
 #include "cpu/decode_tile.h"
 
 // Plain loops, vectorised by the compiler for whatever set the including source is compiled for.
 namespace fold::cpu {
 namespace {
 
+/// The operations of an instruction set on rows of D channels. A row is *split* when its even channels stand before
+/// its odd ones.
+template <int D>
 struct GenericOps {
+  static constexpr int kDim = D, kHalf = D / 2;
+
+  /// The channel of byte i of a split row.
+  static int split_channel(int i) { return i < kHalf ? 2 * i : 2 * (i - kHalf) + 1; }
+
+  /// Plane a of a row from its nibbles, split; `flip` is xor-ed to a + 128. h, l: (D/2,); out: (D,).
+  static void join(const uint8_t* h, const uint8_t* l, uint8_t flip, uint8_t* out) {
+    for (int i = 0; i < kHalf; ++i) {
+      out[i] = static_cast<uint8_t>((h[i] & 0xF0) | (l[i] >> 4)) ^ flip;
+      out[kHalf + i] = static_cast<uint8_t>((h[i] << 4) | (l[i] & 15)) ^ flip;
+    }
+  }
+
+  /// out[i] = bytes[i] ^ 128. bytes, out: (D,).
+  static void flip(const void* bytes, void* out) {
+    for (int i = 0; i < D; ++i) static_cast<uint8_t*>(out)[i] = static_cast<const uint8_t*>(bytes)[i] ^ 128;
+  }
+
   /// D0 of a tile's 64 keys. h: (64, D/2) plane rows; d0: (G, 64).
-  static void scan(const uint8_t* h, const Group& g, int32_t* d0) {
-    KeyRows rows;
-    for (int k = 0; k < kTile; ++k) rows.h[k] = h + static_cast<int64_t>(k) * (g.head_dim / 2);
-    dots_h(rows, kTile, g, d0);
-  }
-
-  /// sum (16 h + 8) qa of listed keys. d0: (G, 64).
-  static void dots_h(const KeyRows& rows, int count, const Group& g, int32_t* d0) {
-    const int half = g.head_dim / 2;
-    for (int i = 0; i < count; ++i) {
-      uint8_t even[kMaxHalf], odd[kMaxHalf];
-      for (int j = 0; j < half; ++j) {
-        even[j] = rows.h[i][j] >> 4;
-        odd[j] = rows.h[i][j] & 15;
-      }
-      for (int r = 0; r < g.rows; ++r) {
-        const size_t row = static_cast<size_t>(r) * half;
-        const int32_t dot = dot_u8(even, &g.query.a_even[row], half) + dot_u8(odd, &g.query.a_odd[row], half);
-        d0[r * kTile + i] = 16 * dot - 120 * g.query.sum_a[r];
-      }
+  static void scan(const uint8_t* h, const Query& q, int rows, int32_t* d0) {
+    for (int k = 0; k < kTile; ++k) {
+      uint8_t a[D];
+      join(h + k * kHalf, kHalfPlane.bytes, 0, a);
+      dots<false>(a, 1, q.a_split.data(), nullptr, q.offset_a, rows, d0 + k);
     }
   }
 
-  /// sum a (256 qa + qb). d1: (G, 64).
-  static void dots_a(const KeyRows& rows, int count, const Group& g, int32_t* d1) {
-    const int half = g.head_dim / 2;
-    const Query& q = g.query;
+  /// Products of rows of unsigned bytes u with query planes: sum u qa, or with `Both` 256 sum u qa + sum u qb, less
+  /// the row's offset. bytes: (count, D), count <= 64; qa, qb: (G, D); offset: (G,); out: (G, 64).
+  template <bool Both>
+  static void dots(const uint8_t* bytes, int count, const int8_t* qa, const int8_t* qb, const int32_t* offset, int rows,
+                   int32_t* out) {
     for (int i = 0; i < count; ++i) {
-      const uint8_t *h = rows.h[i], *l = rows.l[i];
-      uint8_t even[kMaxHalf], odd[kMaxHalf];  // a + 128
-      for (int j = 0; j < half; ++j) {
-        even[j] = static_cast<uint8_t>((h[j] & 0xF0) | (l[j] >> 4));
-        odd[j] = static_cast<uint8_t>((h[j] << 4) | (l[j] & 15));
-      }
-      for (int r = 0; r < g.rows; ++r) {
-        const size_t row = static_cast<size_t>(r) * half;
-        const int32_t high = dot_u8(even, &q.a_even[row], half) + dot_u8(odd, &q.a_odd[row], half) - 128 * q.sum_a[r];
-        const int32_t low = dot_u8(even, &q.b_even[row], half) + dot_u8(odd, &q.b_odd[row], half) - 128 * q.sum_b[r];
-        d1[r * kTile + i] = 256 * high + low;
-      }
-    }
-  }
-
-  /// sum b (256 qa + qb). d2: (G, 64).
-  static void dots_b(const KeyRows& rows, int count, const Group& g, int32_t* d2) {
-    const int d = g.head_dim;
-    for (int i = 0; i < count; ++i) {
-      for (int r = 0; r < g.rows; ++r) {
-        const int8_t *qa = &g.query.a[static_cast<size_t>(r) * d], *qb = &g.query.b[static_cast<size_t>(r) * d];
-        int32_t high = 0, low = 0;
-        for (int c = 0; c < d; ++c) {
-          high += rows.b[i][c] * qa[c];
-          low += rows.b[i][c] * qb[c];
-        }
-        d2[r * kTile + i] = 256 * high + low;
+      for (int r = 0; r < rows; ++r) {
+        int32_t sum = dot(bytes + i * D, qa + r * D);  // 256 sums of a whole row stay below 2^31
+        if constexpr (Both) sum = 256 * sum + dot(bytes + i * D, qb + r * D);
+        out[r * kTile + i] = sum - offset[r];
       }
     }
   }
@@ -75,29 +61,39 @@ struct GenericOps {
     return mask;
   }
 
-  /// scaled[k] = 2^x[k] in fixed point, unrounded; weights[k] = fix(x[k]) of the visible keys, else 0. Returns their
-  /// sum.
-  static int64_t weigh(const float* x, uint64_t visible, float* scaled, uint32_t* weights) {
+  /// Bit k: x[k] >= threshold. x: (64,).
+  static uint64_t at_least(const float* x, float threshold) {
+    uint64_t mask = 0;
+    for (int k = 0; k < kTile; ++k) mask |= static_cast<uint64_t>(x[k] >= threshold) << k;
+    return mask;
+  }
+
+  /// Replaces x[k] by 2^x[k] in fixed point, unrounded. Returns the sum of the visible keys' fix(x[k]).
+  static int64_t weigh(uint64_t visible, float* x) {
     int64_t sum = 0;
     for (int k = 0; k < kTile; ++k) {
       const numerics::Exp2 e = numerics::exp2_parts(x[k]);
-      scaled[k] = numerics::mul(e.mantissa, numerics::pow2(e.exponent + numerics::kFraction));
-      weights[k] = (visible >> k & 1) != 0 ? numerics::round_u32(scaled[k]) : 0;
-      sum += weights[k];
+      x[k] = numerics::mul(e.mantissa, numerics::pow2(e.exponent + numerics::kFraction));
+      sum += (visible >> k & 1) != 0 ? numerics::round_u32(x[k]) : 0;
     }
     return sum;
   }
 
-  /// codes[k] = c of section 7 for the keys in `gone`, else 0; code_mass their sum. Returns the weights' sum.
-  static int64_t codes(const uint32_t* weights, uint64_t gone, int shift, uint8_t* codes, int64_t& code_mass) {
+  struct Mass {
+    int64_t weights, codes;  // sums over keys
+    uint64_t coded;          // keys whose code is not 0
+  };
+
+  /// codes[k] = c of section 7 for the keys in `gone`, else 0, from the unrounded 2^x.
+  static Mass codes(const float* scaled, uint64_t gone, int shift, uint8_t* codes) {
     const uint32_t half = (1u << shift) >> 1;
-    int64_t mass = 0;
+    Mass mass{};
     for (int k = 0; k < kTile; ++k) {
-      const uint32_t weight = (gone >> k & 1) != 0 ? weights[k] : 0;
-      const uint32_t code = std::min(255u, (weight + half) >> shift);
-      mass += weight;
-      codes[k] = static_cast<uint8_t>(code);
-      code_mass += code;
+      const uint32_t weight = (gone >> k & 1) != 0 ? numerics::round_u32(scaled[k]) : 0;
+      codes[k] = static_cast<uint8_t>(std::min(255u, (weight + half) >> shift));
+      mass.weights += weight;
+      mass.codes += codes[k];
+      mass.coded |= static_cast<uint64_t>(codes[k] != 0) << k;
     }
     return mass;
   }
@@ -113,11 +109,10 @@ struct GenericOps {
       x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), key_scale[k], -z);
   }
 
-  /// packed[i] = values[k] for the i-th key k of `keys`; the rest of packed[64] is 0.
-  static void pack(const float* values, uint64_t keys, float* packed) {
-    int i = 0;
-    for (; keys != 0; keys &= keys - 1) packed[i++] = values[std::countr_zero(keys)];
-    for (; i < kTile; ++i) packed[i] = 0;
+  /// packed[i] = values[k] for the i-th key k of `keys`; what follows them, up to 16 elements, is undefined.
+  template <typename T>
+  static void pack(const T* values, uint64_t keys, T* packed) {
+    for (; keys != 0; keys &= keys - 1) *packed++ = values[std::countr_zero(keys)];
   }
 
   /// values[k] = packed[i] for the i-th key k of `keys`.
@@ -130,61 +125,77 @@ struct GenericOps {
     for (int k = 0; k < kTile; ++k) weights[k] = numerics::round_u32(numerics::mul(scaled[k], share[k]));
   }
 
-  /// Plane a of a row from its nibbles: even channels, then odd ones. h, l: (half,); a: (2 half,).
-  static void join_nibbles(const uint8_t* h, const uint8_t* l, int half, int8_t* a) {
-    for (int i = 0; i < half; ++i) {
-      a[i] = static_cast<int8_t>(((h[i] & 0xF0) | (l[i] >> 4)) - 128);
-      a[half + i] = static_cast<int8_t>(((h[i] << 4 & 0xF0) | (l[i] & 15)) - 128);
+  /// weights: (G, 64)
+  static Widths widths(const uint32_t* weights, int rows) {
+    Widths widths;
+    for (int k = 0; k < kTile; ++k) {
+      uint32_t any = 0;
+      for (int r = 0; r < rows; ++r) any |= weights[r * kTile + k];
+      const uint64_t bit = uint64_t{1} << k;
+      if (any != 0) (any < 0x100 ? widths.one : any < 0x10000 ? widths.two : widths.four) |= bit;
     }
+    return widths;
   }
 
-  /// Weighted sums of rows of signed bytes.
+  /// Weighted sums of rows of signed bytes; weights of at most `Bytes` bytes.
+  template <int Bytes>
   class Sums {
    public:
-    Sums(int rows, int d) : rows_(rows), d_(d), sums_(static_cast<size_t>(rows) * d) {}
+    explicit Sums(int rows) : rows_(rows), sums_(int64_t{rows} * D) { std::fill_n(sums_.data(), rows * D, 0); }
 
-    /// rows: (count, D); weights: (G, 64)
-    void add(const int8_t* rows, const uint32_t* weights, int count) {
-      for (int i = 0; i < count; ++i) {
-        for (int r = 0; r < rows_; ++r) {
-          const int64_t w = weights[r * kTile + i];
-          uint64_t* sum = &sums_[static_cast<size_t>(r) * d_];
-          for (int c = 0; c < d_; ++c) sum[c] += static_cast<uint64_t>(w * rows[static_cast<size_t>(i) * d_ + c]);
+    /// rows: (count,), a multiple of 4 up to 128; weights: (G, stride)
+    template <class Row>
+    void add(const Row* rows, int count, const uint32_t* weights, int stride) {
+      for (int i = 0; i < count; ++i) load(rows[i], &row_bytes_[i * D]);
+      for (int r = 0; r < rows_; ++r) {
+        for (int shift = 0; shift < 8 * Bytes; shift += 16) {
+          int32_t sum[D] = {};  // 128 products of 16 by 8 bits
+          for (int i = 0; i < count; ++i) {
+            const int32_t w = weights[r * stride + i] >> shift & 0xFFFF;
+            for (int c = 0; c < D; ++c) sum[c] += w * row_bytes_[i * D + c];
+          }
+          for (int c = 0; c < D; ++c) sums_[r * D + c] += static_cast<uint64_t>(int64_t{sum[c]}) << shift;
         }
       }
     }
-    std::vector<uint64_t> drain() { return std::move(sums_); }
+
+    /// The codes of a tile's plane h, split, as rows. h: (64, D/2); weights: (G, 64); keys: those of weight above 0.
+    void add_tile(const uint8_t* h, const uint8_t* weights, uint64_t keys) {
+      for (int r = 0; r < rows_; ++r) {
+        int32_t sum[D] = {};
+        for (uint64_t rest = keys; rest != 0; rest &= rest - 1) {
+          const int k = std::countr_zero(rest), w = weights[r * kTile + k];
+          for (int i = 0; i < kHalf; ++i) {
+            sum[i] += w * (h[k * kHalf + i] >> 4);
+            sum[kHalf + i] += w * (h[k * kHalf + i] & 15);
+          }
+        }
+        for (int c = 0; c < D; ++c) sums_[r * D + c] += static_cast<uint64_t>(int64_t{sum[c]});
+      }
+    }
+
+    /// As RowBatch::drain.
+    template <class Channel>
+    void drain(uint64_t factor, Channel channel, uint64_t* out) {
+      for (int r = 0; r < rows_; ++r) {
+        for (int c = 0; c < D; ++c) out[r * D + channel(c)] += factor * std::exchange(sums_[r * D + c], 0);
+      }
+    }
 
    private:
-    int rows_, d_;
-    std::vector<uint64_t> sums_;  // (G, D), two's complement
+    static void load(const SplitRow& row, int8_t* out) { join(row.h, row.l, 128, reinterpret_cast<uint8_t*>(out)); }
+    static void load(const PlainRow& row, int8_t* out) { std::copy_n(row.bytes, D, out); }
+    static void load(const CodeRow& row, int8_t* out) { GenericOps::flip(row.bytes, out); }
+
+    int rows_;
+    int8_t row_bytes_[2 * kTile * D];
+    Buffer<uint64_t> sums_;  // (G, D), two's complement
   };
 
-  /// sums[r][c] += sum_k weights[r][k] u_k[code_channel(c)]. h: (64, D/2); weights: (G, 64); sums: (G, D).
-  static void code_sums(const uint8_t* h, const uint8_t* weights, int rows, int d, int32_t* sums) {
-    const int half = d / 2;
-    for (int r = 0; r < rows; ++r) {
-      int32_t* sum = sums + static_cast<size_t>(r) * d;
-      for (int k = 0; k < kTile; ++k) {
-        const int w = weights[r * kTile + k];
-        if (w == 0) continue;
-        for (int j = 0; j < half; ++j) {
-          sum[j] += w * (h[k * half + j] >> 4);
-          sum[half + j] += w * (h[k * half + j] & 15);
-        }
-      }
-    }
-  }
-
-  /// The channel that element c of a row of code_sums stands for.
-  static int code_channel(int c, int d) { return c < d / 2 ? 2 * c : 2 * (c - d / 2) + 1; }
-
  private:
-  static constexpr int kMaxHalf = numerics::kMaxHeadDim / 2;
-
-  static int32_t dot_u8(const uint8_t* u, const int8_t* s, int count) {
+  static int32_t dot(const uint8_t* u, const int8_t* s) {
     int32_t sum = 0;
-    for (int j = 0; j < count; ++j) sum += static_cast<int32_t>(u[j]) * s[j];
+    for (int i = 0; i < D; ++i) sum += u[i] * s[i];
     return sum;
   }
 };

@@ -3,6 +3,7 @@
 #include <bit>
 #include <cmath>
 
+#include "cpu/buffer.h"
 #include "cpu/decode_range.h"
 #include "numerics/exp2.h"
 #include "numerics/planes.h"
@@ -23,62 +24,114 @@ struct HalfPlane {
 };
 constexpr HalfPlane kHalfPlane;
 
-/// Plane rows of up to 64 keys, in the order of a list of keys.
-struct KeyRows {
-  const uint8_t* h[kTile];  // (D/2,) each
-  const uint8_t* l[kTile];  // (D/2,)
-  const int8_t* b[kTile];   // (D,)
-};
-
 template <typename T>
 struct RowTile {  // (G, 64)
-  explicit RowTile(int rows) : data(static_cast<size_t>(rows) * kTile) {}
-  T* operator[](int row) { return data.data() + static_cast<size_t>(row) * kTile; }
-  std::vector<T> data;
+  explicit RowTile(int rows) : data(int64_t{rows} * kTile) {}
+  T* operator[](int row) { return &data[int64_t{row} * kTile]; }
+  Buffer<T> data;
 };
 
 /// One tile on its way through the stages of a RangeWorker.
 struct TileState {
-  explicit TileState(int rows) : dot(rows), x(rows), scaled(rows), weight(rows) {}
+  explicit TileState(int rows) : dot(rows), x(rows) {}
   plan::HeadPage page{};
   int64_t tile = 0, slot = 0;  // which; the page slot of its first key
   uint64_t visible = 0, always = 0, k_l = 0, k_b = 0, v_h = 0, v_l = 0, v_b = 0;  // key sets
   alignas(64) float key_scale[kTile];
-  RowTile<int32_t> dot;      // level-1 dot products, in the order of k_l
-  RowTile<float> x;          // log2 weights at the level read
-  RowTile<float> scaled;     // 2^x in fixed point, before it is rounded
-  RowTile<uint32_t> weight;  // d of section 7; 0 where not visible
+  RowTile<int32_t> dot;  // level-1 dot products, in the order of k_l
+  RowTile<float> x;      // log2 weights at the level read; once weighed, 2^x in fixed point before it is rounded
 };
 
-/// Rows of signed bytes waiting to be multiplied by their weights, up to 64 at a time.
-template <class Sums>
+/// Keys by the bytes their largest weight over a group's rows fills. Keys of weight 0 are in no set.
+struct Widths {
+  uint64_t one = 0, two = 0, four = 0;
+};
+
+// Rows of D signed bytes in a cache page, as they enter a weighted sum.
+struct SplitRow {        // plane a: even channels, then odd ones
+  const uint8_t *h, *l;  // (D/2,) each
+};
+struct PlainRow {
+  const int8_t* bytes;  // (D,)
+};
+struct CodeRow {         // ubar - 128
+  const uint8_t* bytes;  // (D,)
+};
+
+/// Sums over rows times their weights, of at most `Bytes` bytes each. The rows are collected and multiplied 64 or more
+/// at a time, while they are still in a cache near by.
+template <class Ops, class Row, int Bytes>
 class RowBatch {
  public:
-  RowBatch(int rows, int d) : sums_(rows, d), d_(d), bytes_(static_cast<size_t>(kTile) * d), weights_(rows) {}
+  explicit RowBatch(int rows) : rows_(rows), sums_(rows), weights_(int64_t{rows} * kStride) {}
 
-  /// Room for the next row's bytes, (D,); its weights are set through weight().
-  int8_t* next() {
-    if (count_ == kTile) flush();
-    return bytes_.data() + static_cast<size_t>(count_++) * d_;
+  static constexpr int kRoom = 2 * kTile;     // rows
+  static constexpr int kStride = kRoom + 16;  // weights a query row, with room for a whole vector behind the last
+
+  /// Adds row(k) for every key k of `keys`. weights: (G, 64), in key order.
+  template <class F>
+  void add(uint64_t keys, RowTile<uint32_t>& weights, F row) {
+    if (keys == 0) return;
+    for (int r = 0; r < rows_; ++r) Ops::pack(weights[r], keys, &weights_[r * kStride + count_]);
+    for (; keys != 0; keys &= keys - 1) row_[count_++] = row(std::countr_zero(keys));
+    if (count_ >= kTile) flush();
   }
-  uint32_t& weight(int r) { return weights_[r][count_ - 1]; }
 
-  /// The sums over every row so far of weight * byte: (G, D).
-  std::vector<uint64_t> drain() {
+  /// Adds one row; weight(r) is its weight for query row r.
+  template <class F>
+  void add(const Row& row, F weight) {
+    for (int r = 0; r < rows_; ++r) weights_[r * kStride + count_] = weight(r);
+    row_[count_++] = row;
+    if (count_ >= kTile) flush();
+  }
+
+  /// out[r][channel(i)] += factor * sum of weight * byte i. Leaves the batch empty. out: (G, D).
+  template <class Channel>
+  void drain(int64_t factor, Channel channel, int64_t* out) {
     flush();
-    return sums_.drain();
+    sums_.drain(static_cast<uint64_t>(factor), channel, reinterpret_cast<uint64_t*>(out));
   }
 
  private:
   void flush() {
-    if (count_ > 0) sums_.add(bytes_.data(), weights_[0], count_);
+    if (count_ == 0) return;
+    const int padded = (count_ + 3) / 4 * 4;  // by rows of weight 0
+    for (int r = 0; r < rows_; ++r) std::fill(&weights_[r * kStride + count_], &weights_[r * kStride + padded], 0);
+    std::fill(row_ + count_, row_ + padded, row_[0]);
+    sums_.add(row_, padded, weights_.data(), kStride);
     count_ = 0;
   }
 
-  Sums sums_;
-  int d_, count_ = 0;
-  std::vector<int8_t> bytes_;  // (64, D)
-  RowTile<uint32_t> weights_;
+  int rows_, count_ = 0;
+  typename Ops::template Sums<Bytes> sums_;
+  Row row_[kRoom];
+  Buffer<uint32_t> weights_;  // (G, kStride)
+};
+
+/// RowBatches of every width.
+template <class Ops, class Row>
+class RowSums {
+ public:
+  explicit RowSums(int rows) : one_(rows), two_(rows), four_(rows) {}
+
+  template <class F>
+  void add(uint64_t keys, const Widths& widths, RowTile<uint32_t>& weights, F row) {
+    one_.add(keys & widths.one, weights, row);
+    two_.add(keys & widths.two, weights, row);
+    four_.add(keys & widths.four, weights, row);
+  }
+
+  template <class Channel>
+  void drain(int64_t factor, Channel channel, int64_t* out) {
+    one_.drain(factor, channel, out);
+    two_.drain(factor, channel, out);
+    four_.drain(factor, channel, out);
+  }
+
+ private:
+  RowBatch<Ops, Row, 1> one_;
+  RowBatch<Ops, Row, 2> two_;
+  RowBatch<Ops, Row, 4> four_;
 };
 
 /// F of level 2 (docs/numerics.md, section 3).

@@ -68,7 +68,7 @@ FOLD_HD uint8_t pack_l(int8_t even, int8_t odd) { return static_cast<uint8_t>(co
 FOLD_HD int nibble(uint8_t byte, int channel) { return channel % 2 == 0 ? byte >> 4 : byte & 15; }
 
 /// Where the scale of a key stands, relative to the start of its 64-key tile's scales.
-FOLD_HD int scale_slot(int key_in_tile) { return 8 * (key_in_tile % 8) + key_in_tile / 8; }
+FOLD_HD constexpr int scale_slot(int key_in_tile) { return 8 * (key_in_tile % 8) + key_in_tile / 8; }
 
 /// One row of the stored planes; l and b are null where the cache does not keep them.
 struct PlaneRow {
