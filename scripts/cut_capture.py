@@ -2,8 +2,8 @@
 
     python scripts/cut_capture.py decode_prose_L05.safetensors OUTPUT --kv-heads 1 --first 16
 
-A decode capture keeps its whole prompt and the first steps. A training capture keeps the first tokens: causal queries see
-no later key, so the rows of q and dout that remain are a backward problem of their own.
+A decode capture keeps its whole prompt and the first steps. A training capture keeps the first tokens: causal queries
+see no later key, so the rows of q and dout that remain are a backward problem of their own.
 """
 
 import argparse
