@@ -29,7 +29,7 @@ FOLD_HD float lerp_gate(float a, float b, float t) { return fma(sub(b, a), t, a)
 /// The gates of a depth (log2 of the row's mass); +infinity stands for depth=None.
 FOLD_HD Gates gates_for_depth(float depth) {
   constexpr GateRow table[] = {
-      // local: device code cannot index a host array
+  // local: device code cannot index a host array
 #define FOLD_GATES(depth, ...) {depth, {__VA_ARGS__}},
 #define FOLD_DENSE_GATES(...)
 #include "numerics/gates.inc"
