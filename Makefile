@@ -46,7 +46,7 @@ asan tsan: %: build/%/build.ninja
 
 ## Python
 python-test: $(VENV)/package.stamp
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 demo: $(VENV)/package.stamp
 	$(BIN)/fold-attention demo --output out
