@@ -15,6 +15,8 @@ namespace {
 
 using numerics::kTile;
 
+constexpr int64_t kParallelRows = 64;  ///< rows below which waking other threads costs more than it saves
+
 /// What a call adds to one request. Padding tokens take no position, so new keys are counted without them.
 struct Request {
   const int32_t* table;  // its pages
@@ -54,7 +56,8 @@ class Writer {
 
   void write_blocks() const {
     const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(work_.size()) * heads;
-#pragma omp parallel for schedule(static) if (units > 1)
+    const bool parallel = static_cast<int64_t>(tokens_.size()) * heads >= kParallelRows;
+#pragma omp parallel for schedule(static) if (parallel)
     for (int64_t unit = 0; unit < units; ++unit) write_block(work_[unit / heads], unit % heads);
   }
 
@@ -62,7 +65,8 @@ class Writer {
   void write_fits() {
     if (fitted_.empty()) return;
     const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(fitted_.size()) * heads;
-#pragma omp parallel for schedule(dynamic) num_threads(static_cast <int>(scratch_.size())) if (units > 1)
+    const int threads = static_cast<int>(scratch_.size());
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t unit = 0; unit < units; ++unit) {
       const Request& r = *fitted_[unit / heads];
       fit_tail(p_.cache, r.table, unit % heads, r.length, r.new_length, kernels_, scratch_[omp_get_thread_num()]);
