@@ -61,6 +61,6 @@ def test_bytes_beside_the_two_plane_scheme(depth: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_fewer_planes_cost_what_rounding_costs(case: Case, bits: int) -> None:
-    """An 8- or 4-bit cache is as good as fp64 attention on keys and values of so many bits: decode adds next to nothing."""
+    """An 8- or 4-bit cache is as good as fp64 attention on its own readings: decode adds next to nothing."""
     small = load(case.path, every=8, bits=bits)
     assert small.run()[0] <= 1.05 * small.rounding_error()
