@@ -62,10 +62,9 @@ FOLD_HD uint16_t block_mean(const PlaneRow& v, const uint16_t* v_scale, int head
   int r[kMaxHeadDim];
   for (int j = 0; j < kTile; ++j) {
     readings(plane_row(v, j, head_dim), head_dim, r);
-    const float unit = mul(from_bf16(v_scale[scale_slot(j)]), 0x1p-8f);
+    const float unit = mul(from_bf16(v_scale[scale_slot(j)]), 0x1p-8f / kTile);  // the mean's 1/64 first: no overflow
     for (int i = 0; i < head_dim; ++i) sum[i] = add(sum[i], mul(unit, static_cast<float>(r[i])));
   }
-  for (int i = 0; i < head_dim; ++i) sum[i] = mul(sum[i], 1.0f / kTile);
   int8_t rest[kMaxHeadDim];
   return split_row(sum, head_dim, mean, rest);
 }

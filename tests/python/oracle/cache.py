@@ -101,11 +101,11 @@ def summarise(k: Planes, v: Planes) -> Summary:
     codes = k.u().reshape(*shape, d).sum(axis=2)
     ubar = ((16 * codes + 32) // 64).astype(np.uint8)
 
-    terms = (e_v * np.float32(2.0**-8))[..., None] * v.reading(v.finest).reshape(*shape, d).astype(np.float32)
+    terms = (e_v * np.float32(2.0**-14))[..., None] * v.reading(v.finest).reshape(*shape, d).astype(np.float32)
     total = np.zeros_like(terms[:, :, 0])
     for j in range(BLOCK):
         total = total + terms[:, :, j]
-    mean = split(total * np.float32(1.0 / 64.0))
+    mean = split(total)
     return Summary(bound, ubar, mean.a, mean.scale)
 
 
