@@ -33,6 +33,9 @@ target_include_directories(
 target_compile_features(fold PUBLIC cxx_std_20)
 target_link_libraries(fold PRIVATE $<BUILD_INTERFACE:fold_options> OpenMP::OpenMP_CXX)
 set_target_properties(fold PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0 LINKER_LANGUAGE CXX)
+if(FOLD_SANITIZE) # what links a sanitized library brings the sanitizer's run time
+  target_link_options(fold INTERFACE $<BUILD_INTERFACE:-fsanitize=${FOLD_SANITIZE}>)
+endif()
 
 # One source file per instruction set: name_<isa>.cpp is compiled for that instruction set only and is entered
 # through a run-time check (src/cpu/isa.h).
