@@ -8,9 +8,21 @@
 
 namespace fold::binding {
 
-/// Threads of every later call, whichever Python thread makes it; 0 is OpenMP's default.
+/// Threads of every later call, whichever Python thread makes it.
 int num_threads();
 void set_num_threads(int n);
+
+/// OpenMP keeps the number of threads per calling thread, and torch may share the runtime: what it had comes back.
+class ThreadsOfCall {
+ public:
+  ThreadsOfCall() : before_(omp_get_max_threads()) { omp_set_num_threads(num_threads()); }
+  ~ThreadsOfCall() { omp_set_num_threads(before_); }
+  ThreadsOfCall(const ThreadsOfCall&) = delete;
+  ThreadsOfCall& operator=(const ThreadsOfCall&) = delete;
+
+ private:
+  int before_;
+};
 
 /// Calls `F` with the threads asked for; a fold::Error reaches Python as a ValueError or a TypeError with its message.
 template <auto F>
@@ -19,7 +31,7 @@ struct Exported;
 template <typename R, typename... Args, R (*F)(Args...)>
 struct Exported<F> {
   static R call(Args... args) {
-    omp_set_num_threads(num_threads());  // OpenMP keeps its setting per calling thread
+    const ThreadsOfCall threads;
     try {
       return F(std::forward<Args>(args)...);
     } catch (const Error& e) {
