@@ -1,5 +1,7 @@
 #include "api/cache_checks.h"
 
+#include <cmath>
+
 #include "api/checks.h"
 
 namespace fold::api {
@@ -10,6 +12,10 @@ plan::CacheView cache_view(const CacheStorage& cache) {
   require_size("storage", cache.storage, 1, sections.bytes, "bytes of a page");
   require_last_contiguous("storage", cache.storage);
   const int64_t stride = cache.storage.shape[0] > 1 ? cache.storage.strides[0] : sections.bytes;
+  if (std::abs(stride) < sections.bytes) {
+    fail_value("storage.stride(0)", std::to_string(stride),
+               "pages must not overlap: at least " + std::to_string(sections.bytes));
+  }
   if (stride % 4 != 0 || reinterpret_cast<uintptr_t>(cache.storage.data) % 4 != 0) {
     fail_value("storage alignment", "page stride " + std::to_string(stride),
                "pages must start at multiples of 4 bytes");
@@ -27,6 +33,13 @@ void require_heads(int64_t heads, int64_t kv_heads) {
     fail_value("n_heads", std::to_string(heads),
                "a multiple of n_kv_heads=" + std::to_string(kv_heads) + ", 1 to 64 times it");
   }
+}
+
+float log2_scale(double softmax_scale, int64_t head_dim) {
+  const double scale = softmax_scale != 0 ? softmax_scale : 1.0 / std::sqrt(static_cast<double>(head_dim));
+  const float result = static_cast<float>(scale * 1.4426950408889634);
+  if (!std::isfinite(result)) fail_value("softmax_scale", std::to_string(scale), "a finite number (float32)");
+  return result;
 }
 
 void require_tree_nodes(int64_t nodes) {

@@ -10,6 +10,9 @@ plan::CacheView cache_view(const CacheStorage& cache);
 /// The query heads are a multiple of the KV heads, 1 to 64 times as many.
 void require_heads(int64_t heads, int64_t kv_heads);
 
+/// softmax_scale * log2(e) in fp32, which must be finite; a softmax_scale of 0 stands for 1 / sqrt(head_dim).
+float log2_scale(double softmax_scale, int64_t head_dim);
+
 /// A draft tree has at most 64 nodes.
 void require_tree_nodes(int64_t nodes);
 

@@ -104,7 +104,7 @@ KVCacheOptions checked_options(const KVCacheOptions& options) {
   if (o.num_pages == 0) o.num_pages = o.batch * ((o.max_len + o.layout.page_size - 1) / o.layout.page_size);
   require(o.num_pages >= 0 && o.num_pages <= INT32_MAX, "num_pages", o.num_pages, "allowed: 0 to 2147483647");
   require(!std::isnan(o.depth) && o.depth != -INFINITY, "depth", o.depth, "a finite number, or +inf to read every V");
-  require(std::isfinite(o.softmax_scale), "softmax_scale", o.softmax_scale, "a finite number");
+  log2_scale(o.softmax_scale, o.layout.head_dim);
   require(o.window_left >= -1, "window_left", o.window_left, "-1 (all keys) or more");
   if (!o.sinks.empty() && static_cast<int64_t>(o.sinks.size()) != o.n_heads) {
     fail_value("sinks", std::to_string(o.sinks.size()) + " numbers", std::to_string(o.n_heads) + ", one per head");

@@ -17,6 +17,7 @@ void check_rows(const char* name, const TensorView& rows, const CacheLayout& lay
   require_size(name, rows, 1, layout.n_kv_heads, "n_kv_heads");
   require_size(name, rows, 2, layout.head_dim, "head_dim");
   api::require_last_contiguous(name, rows);
+  api::require_no_broadcast(name, rows);
 }
 
 cpu::RowsOut rows_from(const TensorView& rows, int64_t first) {

@@ -71,6 +71,7 @@ void require_last_contiguous(const char* name, const TensorView& t) {
 }
 
 void require_contiguous(const char* name, const TensorView& t) {
+  if (t.numel() == 0) return;
   int64_t stride = 1;
   for (int i = t.ndim - 1; i >= 0; --i) {
     if (t.shape[i] > 1 && t.strides[i] != stride) {
@@ -78,6 +79,16 @@ void require_contiguous(const char* name, const TensorView& t) {
                  "must be " + std::to_string(stride) + " (contiguous)");
     }
     stride *= t.shape[i];
+  }
+}
+
+void require_no_broadcast(const char* name, const TensorView& t) {
+  if (t.numel() == 0) return;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] > 1 && t.strides[i] == 0) {
+      fail_value(std::string(name) + ".stride(" + std::to_string(i) + ")", "0",
+                 "must not be 0 in a tensor that is written");
+    }
   }
 }
 

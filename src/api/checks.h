@@ -25,6 +25,9 @@ void require_last_contiguous(const char* name, const TensorView& t);
 /// Every dimension must be contiguous.
 void require_contiguous(const char* name, const TensorView& t);
 
+/// A tensor that is written: no two elements share an address through a stride of 0.
+void require_no_broadcast(const char* name, const TensorView& t);
+
 constexpr std::initializer_list<DType> kFloatTypes = {DType::f32, DType::bf16, DType::f16};
 
 }  // namespace fold::api

@@ -119,10 +119,7 @@ plan::DecodeParams checked_params(const CacheStorage& cache, const DecodeArgs& a
   }
   if (args.depth.defined()) broadcast_depth(args.depth, p);
 
-  const double scale =
-      args.softmax_scale != 0 ? args.softmax_scale : 1.0 / std::sqrt(static_cast<double>(cache.layout.head_dim));
-  if (!std::isfinite(scale)) fail_value("softmax_scale", std::to_string(scale), "a finite number");
-  p.qk_scale = static_cast<float>(scale * 1.4426950408889634);
+  p.qk_scale = api::log2_scale(args.softmax_scale, cache.layout.head_dim);
   if (args.window_left < -1) fail_value("window_left", std::to_string(args.window_left), "-1 (all keys) or more");
   if (args.splits < 0) fail_value("splits", std::to_string(args.splits), "at least 0");
   p.window_left = args.window_left;
@@ -151,6 +148,7 @@ void check_output(const TensorView& out, int64_t batch, int64_t tokens, int64_t 
   const int64_t sizes[4] = {batch, tokens, heads, head_dim};
   for (int i = 0; i < 4; ++i) require_size("out", out, i, sizes[i], "shape of q");
   require_last_contiguous("out", out);
+  api::require_no_broadcast("out", out);
 }
 
 struct PartialView {

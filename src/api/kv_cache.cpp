@@ -25,6 +25,17 @@ void* lazy_memory(int64_t pages, int64_t page_bytes) {
   return memory;
 }
 
+/// Tokens that each request brings. cu_seqlens: (requests + 1,) i32
+std::vector<int64_t> token_counts(const TensorView& cu_seqlens, size_t requests) {
+  api::require_tensor("cu_seqlens", cu_seqlens, 1, {DType::i32});
+  api::require_size("cu_seqlens", cu_seqlens, 0, static_cast<int64_t>(requests) + 1, "requests + 1");
+  api::require_contiguous("cu_seqlens", cu_seqlens);
+  const auto* starts = cu_seqlens.as<const int32_t>();
+  std::vector<int64_t> tokens;
+  for (size_t i = 0; i < requests; ++i) tokens.push_back(int64_t{starts[i + 1]} - starts[i]);
+  return tokens;
+}
+
 template <typename T>
 TensorView view_of(std::vector<T>& values, DType dtype, std::initializer_list<int64_t> shape) {
   return {values.data(), dtype, shape};
@@ -104,15 +115,8 @@ PageTable KVCache::extended(const std::vector<int64_t>& ids, const std::vector<i
 }
 
 void KVCache::write_prompt(const TensorView& k, const TensorView& v, const TensorView& cu_seqlens, Ids ids) {
-  Tables before = tables(table_, ids);
-  api::require_tensor("cu_seqlens", cu_seqlens, 1, {DType::i32});
-  api::require_size("cu_seqlens", cu_seqlens, 0, static_cast<int64_t>(before.ids.size()) + 1, "requests + 1");
-  api::require_contiguous("cu_seqlens", cu_seqlens);
-  std::vector<int64_t> tokens;
-  for (size_t i = 0; i < before.ids.size(); ++i) {
-    tokens.push_back(int64_t{cu_seqlens.as<const int32_t>()[i + 1]} - cu_seqlens.as<const int32_t>()[i]);
-  }
-  PageTable next = extended(before.ids, tokens);
+  const Tables before = tables(table_, ids);
+  PageTable next = extended(before.ids, token_counts(cu_seqlens, before.ids.size()));
   const Tables after = tables(next, before.ids);
   cache_write(storage(), {.k = k,
                           .v = v,
@@ -128,6 +132,7 @@ void KVCache::prefill(const TensorView& q, const TensorView& k, const TensorView
   const Tables before = tables(table_, ids);
   api::require_tensor("q", q, 3, api::kFloatTypes);
   api::require_size("q", q, 1, options_.n_heads, "the cache's n_heads");
+  PageTable(table_).extend(before.ids, token_counts(cu_seqlens, before.ids.size()));  // throws if there is no room
   const TensorView sinks =
       options_.sinks.empty() ? TensorView() : TensorView(options_.sinks.data(), DType::f32, {options_.n_heads});
   prefill_attention(storage(),
@@ -150,6 +155,7 @@ void KVCache::append(const TensorView& k, const TensorView& v, Ids ids) {
   if (requests == 0 || k.shape[0] % requests != 0) {
     api::fail_value("k.shape", api::shape_text(k), "as many tokens for each of " + std::to_string(requests));
   }
+  if (k.shape[0] > INT32_MAX) api::fail_value("k.shape", api::shape_text(k), "fewer than 2^31 tokens");
   std::vector<int32_t> cu_seqlens;
   for (int64_t i = 0; i <= requests; ++i) cu_seqlens.push_back(static_cast<int32_t>(i * (k.shape[0] / requests)));
   write_prompt(k, v, view_of(cu_seqlens, DType::i32, {requests + 1}), ids);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <new>
 #include <utility>
 
 namespace fold {
@@ -24,8 +25,12 @@ PageTable::PageTable(int64_t num_pages, int64_t page_size, int64_t max_len) : pa
   if (num_pages < 0 || num_pages > kMost) fail("num_pages", num_pages, "allowed: 0 to 2147483647");
   if (page_size < 1 || page_size > kMost) fail("page_size", page_size, "at least 1");
   if (max_len < 1 || max_len > kMost) fail("max_len", max_len, "allowed: 1 to 2147483647");
-  references_.resize(num_pages);
-  free_.resize(num_pages);
+  try {
+    references_.resize(num_pages);
+    free_.resize(num_pages);
+  } catch (const std::bad_alloc&) {
+    fail("num_pages", num_pages, "memory for a table of that many pages");
+  }
   free_count_ = num_pages;
   for (int64_t i = 0; i < num_pages; ++i) free_[i] = static_cast<int32_t>(num_pages - 1 - i);
 }

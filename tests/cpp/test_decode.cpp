@@ -213,7 +213,8 @@ TEST(Decode, BadArgumentsSayWhatWasGotAndWhatIsAllowed) {
   EXPECT_EQ(with([](auto& a) { a.q.shape[2] = 3; }), "n_heads=3; a multiple of n_kv_heads=2, 1 to 64 times it");
   EXPECT_EQ(with([](auto& a) { a.window_left = -2; }), "window_left=-2; -1 (all keys) or more");
   EXPECT_EQ(with([](auto& a) { a.splits = -1; }), "splits=-1; at least 0");
-  EXPECT_EQ(with([](auto& a) { a.softmax_scale = NAN; }), "softmax_scale=nan; a finite number");
+  EXPECT_EQ(with([](auto& a) { a.softmax_scale = NAN; }), "softmax_scale=nan; a finite number (float32)");
+  EXPECT_NE(with([](auto& a) { a.softmax_scale = 3e38; }).find("softmax_scale=3"), std::string::npos);
   problem.depth = NAN;
   EXPECT_EQ(with([](auto&) {}), "depth=nan; a finite number, or +inf to read every V");
   problem.depth = 12;
@@ -222,6 +223,27 @@ TEST(Decode, BadArgumentsSayWhatWasGotAndWhatIsAllowed) {
   problem.length = 300;
   problem.table[1] = 2;
   EXPECT_EQ(with([](auto&) {}), "block_table[0][1]=2; page ids 0..1");
+}
+
+TEST(Decode, RefusesMemoryThatOverlapsWhereItWrites) {
+  Problem problem({.n_kv_heads = 2, .head_dim = 64}, 2, 300);
+  std::vector<float> out(4 * 64, -1.0f);
+  const std::vector<float> before = out;
+  fold::DecodeResults results;
+  results.out = TensorView(out.data(), DType::f32, {1, 1, 4, 64});
+  results.out.strides[2] = 0;
+  EXPECT_EQ(error_of([&] { fold::decode(problem.storage(), problem.args(), results); }),
+            "out.stride(2)=0; must not be 0 in a tensor that is written");
+  results.out.strides[2] = 64;
+  CacheStorage overlapping = problem.storage();
+  const int64_t bytes = overlapping.storage.strides[0];
+  for (const int64_t stride : {int64_t{0}, bytes - 128, 128 - bytes}) {
+    overlapping.storage.strides[0] = stride;
+    EXPECT_EQ(
+        error_of([&] { fold::decode(overlapping, problem.args(), results); }),
+        "storage.stride(0)=" + std::to_string(stride) + "; pages must not overlap: at least " + std::to_string(bytes));
+  }
+  EXPECT_EQ(out, before);
 }
 
 }  // namespace

@@ -257,6 +257,20 @@ TEST(KVCache, ARefusedCallChangesNothing) {
   refuse("q.dtype", [&] { cache.decode(bad, row, row, results, one); });
   Rows long_rows(231, kKvHeads, 5);
   refuse("tokens", [&] { cache.append(long_rows.view(), long_rows.view(), one); });
+  TensorView repeated = row;  // one row, 2^32 + 1 times
+  repeated.shape[0] = (int64_t{1} << 32) + 1;
+  repeated.strides[0] = 0;
+  refuse("k.shape", [&] { cache.append(repeated, repeated, one); });
+
+  // A prompt that there is no room for: its output stays as it was, too.
+  Rows queries(231, kHeads, 6);
+  std::vector<float> prompt_out(231 * kHeads * kDim, -1.0f);
+  const std::vector<float> untouched = prompt_out;
+  const TensorView out_view(prompt_out.data(), DType::f32, {231, kHeads, kDim});
+  std::vector<int32_t> all{0, 231};
+  refuse("tokens",
+         [&] { cache.prefill(queries.view(), long_rows.view(), long_rows.view(), ints(all), out_view, {}, one); });
+  EXPECT_EQ(prompt_out, untouched);
 }
 
 TEST(KVCache, RefusesOptionsThatCannotBe) {
@@ -281,6 +295,7 @@ TEST(KVCache, RefusesOptionsThatCannotBe) {
   refuse("num_pages", [](auto& o) { o.batch = o.max_len = INT32_MAX; });
   refuse("depth", [](auto& o) { o.depth = NAN; });
   refuse("softmax_scale", [](auto& o) { o.softmax_scale = INFINITY; });
+  refuse("softmax_scale", [](auto& o) { o.softmax_scale = 1e300; });
   refuse("window_left", [](auto& o) { o.window_left = -2; });
   refuse("sinks", [](auto& o) { o.sinks = {1}; });
 }
