@@ -1,6 +1,5 @@
 """Attention over a cache, and its partial sums."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from fold_attention import decode_ops
 from fold_attention._lib import lib
-from fold_attention.errors import bad_type, bad_value
+from fold_attention.errors import bad_type, bad_value, whole
 
 if TYPE_CHECKING:
     from fold_attention.kv_cache import FoldKVCache
@@ -100,6 +99,22 @@ def fold_attn_with_kvcache(
     """
     query = _query(q)
     tokens = query.shape[1]
+    table = _one_of(block_table, page_table)
+    require_device(
+        cache,
+        q=q,
+        k=k,
+        v=v,
+        tree=tree,
+        q_lens=q_lens,
+        depth=depth,
+        sinks=sinks,
+        block_table=table,
+        cache_seqlens=cache_seqlens,
+        slot_mapping=slot_mapping,
+        out=out,
+    )
+    _require_one_owner(table, ids, cache_seqlens, slot_mapping)
     if softcap != 0:
         raise bad_value("softcap", softcap, "supported: 0.0")
     if not causal and tokens != 1:
@@ -110,14 +125,13 @@ def fold_attn_with_kvcache(
     options = (
         _tree(tree, query),
         _depth(depth, cache, q),
-        cache.sinks if sinks is None else sinks,
+        _sinks(sinks, cache),
         _scale(softmax_scale, cache),
         cache.window_left if window_size is None else window_left(window_size),
-        splits or num_splits,
+        whole("splits", splits or num_splits),
         out_dtype,
         return_info,
     )
-    table = _one_of(block_table, page_table)
     if k is not None and v is not None:
         rows = (_new_rows("k", k, query), _new_rows("v", v, query))
         if table is None:
@@ -175,6 +189,17 @@ def partial_attention(
     """
     query = _query(q)
     b, t, h, d = query.shape
+    require_device(
+        cache,
+        q=q,
+        tree=tree,
+        q_lens=q_lens,
+        depth=depth,
+        sinks=sinks,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+    )
+    _require_one_owner(block_table, ids, cache_seqlens, None)
     pages, lengths = cache.tables(ids) if block_table is None else (block_table, _lengths(cache_seqlens, query))
     partial = Partial(
         q.new_empty((b, t, h, d), dtype=torch.int64),
@@ -190,12 +215,12 @@ def partial_attention(
         q_lens,
         _tree(tree, query),
         _depth(depth, cache, q),
-        cache.sinks if sinks is None else sinks,
+        _sinks(sinks, cache),
         _scale(softmax_scale, cache),
         cache.window_left if window_size is None else window_left(window_size),
-        splits,
-        begin,
-        end,
+        whole("splits", splits),
+        whole("begin", begin),
+        whole("end", end),
         *partial,
     )
     return partial
@@ -236,12 +261,19 @@ def window_left(window_size: Window) -> int:
     """The left side of (left, right); -1 or None: no limit."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise bad_value("window_size", window_size, "allowed: (left, right)")
-    return -1 if window_size[0] is None else window_size[0]
+    return -1 if window_size[0] is None else whole("window_left", window_size[0])
 
 
 def require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise bad_type(name, type(value).__name__, "allowed: torch.Tensor")
+
+
+def require_device(cache: "FoldKVCache", **arguments: object) -> None:
+    """Those that are tensors must be where the cache is."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.device.type != cache.device.type:
+            raise bad_type(f"{name}.device", value.device.type, f"supported: {cache.device.type}")
 
 
 def require_depth(depth: object) -> None:
@@ -250,8 +282,8 @@ def require_depth(depth: object) -> None:
         return
     if isinstance(depth, bool) or not isinstance(depth, (int, float)):
         raise bad_type("depth", type(depth).__name__, "allowed: None or a number; per call also a tensor")
-    if not math.isfinite(depth):
-        raise bad_value("depth", depth, "allowed: None or a finite number")
+    if not abs(depth) <= torch.finfo(torch.float32).max:
+        raise bad_value("depth", depth, "allowed: None or a finite number (float32)")
 
 
 def _query(q: Tensor) -> Tensor:
@@ -274,11 +306,17 @@ def _new_rows(name: str, rows: Tensor, query: Tensor) -> Tensor:
 
 
 def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    if not isinstance(out_dtype, (torch.dtype, type(None))):
+        raise bad_type("out_dtype", type(out_dtype).__name__, "allowed: None or a torch.dtype")
     if out is None:
         return out_dtype or cache.dtype or q.dtype
     require_tensor("out", out)
     if out.shape != q.shape:
         raise bad_value("out.shape", tuple(out.shape), f"allowed: {tuple(q.shape)}, as q")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise bad_value("out.stride", out.stride(), "must not be 0 in a tensor that is written")
+    if out.requires_grad:
+        raise bad_value("out.requires_grad", True, "allowed: False; what is cached carries no gradient")
     if out_dtype not in (None, out.dtype):
         raise bad_type("out.dtype", out.dtype, f"allowed: {out_dtype}, as out_dtype says")
     return out.dtype
@@ -323,9 +361,29 @@ def _ancestors(parents: Tensor, t: int) -> Tensor:
 
 def _scale(softmax_scale: float | None, cache: "FoldKVCache") -> float:
     scale = cache.softmax_scale if softmax_scale is None else softmax_scale
+    if not isinstance(scale, (int, float, type(None))):
+        raise bad_type("softmax_scale", type(scale).__name__, "allowed: None or a number")
     if scale == 0:
         raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
     return 0.0 if scale is None else float(scale)  # the library's 0 is 1 / sqrt(head_dim)
+
+
+def _sinks(sinks: Tensor | None, cache: "FoldKVCache") -> Tensor | None:
+    if sinks is None:
+        return cache.sinks
+    require_tensor("sinks", sinks)
+    return sinks
+
+
+def _require_one_owner(table: object, ids: object, cache_seqlens: object, slot_mapping: object) -> None:
+    """Requests are named by ids, or live in pages of the caller's."""
+    if table is not None and ids is not None:
+        raise bad_value("ids", ids, "allowed: None beside block_table, whose rows are the requests")
+    if table is None:
+        for name, value in (("cache_seqlens", cache_seqlens), ("slot_mapping", slot_mapping)):
+            if value is not None:
+                got = "a tensor" if isinstance(value, Tensor) else value
+                raise bad_value(name, got, "allowed: None without block_table")
 
 
 def _one_of(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | None:
@@ -339,6 +397,8 @@ def _one_of(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | N
 
 def _lengths(cache_seqlens: Tensor | int | None, query: Tensor) -> Tensor:
     if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens < 2**31:
+            raise bad_value("cache_seqlens", cache_seqlens, "allowed: 0 to 2147483647")
         return torch.full((query.shape[0],), cache_seqlens, dtype=torch.int32, device=query.device)
     if cache_seqlens is None:
         raise bad_value("cache_seqlens", None, "required beside block_table")

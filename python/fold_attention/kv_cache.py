@@ -12,8 +12,15 @@ from torch import Tensor
 
 from fold_attention import decode_ops
 from fold_attention._lib import lib
-from fold_attention.decode import Window, fold_attn_with_kvcache, require_depth, require_tensor, window_left
-from fold_attention.errors import bad_type, bad_value
+from fold_attention.decode import (
+    Window,
+    fold_attn_with_kvcache,
+    require_depth,
+    require_device,
+    require_tensor,
+    window_left,
+)
+from fold_attention.errors import bad_type, bad_value, whole
 from fold_attention.page_table import PageTable
 
 
@@ -117,26 +124,27 @@ class FoldKVCache:
 
     def free_request(self, request: int) -> None:
         """Gives the pages back that no other request shares; the id is no longer known."""
-        self._adopt(self._table.free_request(request))
+        self._adopt(self._table.free_request(whole("request", request)))
 
     def fork(self, request: int, length: int | None = None) -> int:
         """A new request that shares the first `length` keys of another (None: all); returns its id.
 
         Shared pages are stored once, and copied when one of the requests writes to them.
         """
-        if length is not None and length < 0:
+        kept = -1 if length is None else whole("length", length)
+        if length is not None and kept < 0:
             raise bad_value("length", length, "at least 0")
-        table, child = self._table.fork(request, -1 if length is None else length)
+        table, child = self._table.fork(whole("request", request), kept)
         self._adopt(table)
         return child
 
     def truncate(self, lengths: int | Sequence[int] | Tensor, ids: Sequence[int] | None = None) -> None:
         """Forgets all but the first `lengths` keys of each request (one number for all, or one each)."""
-        requests = self._requests if ids is None else list(ids)
+        requests = self._chosen(ids)
         if isinstance(lengths, Tensor):
             lengths = lengths.tolist()
-        each = [lengths] * len(requests) if isinstance(lengths, int) else list(lengths)
-        self._adopt(self._table.truncate(requests, each))
+        each = list(lengths) if isinstance(lengths, Sequence) else [lengths] * len(requests)
+        self._adopt(self._table.truncate(requests, [whole("length", length) for length in each]))
 
     def tables(self, ids: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """block_table (batch, max_pages) int32, -1 past a request's pages, and the lengths (batch,) int32.
@@ -145,7 +153,7 @@ class FoldKVCache:
         """
         if ids is None:
             return self._block_table, self._seqlens
-        return self._table.tensors(list(ids))
+        return self._table.tensors(self._chosen(ids))
 
     # Writing
 
@@ -159,7 +167,8 @@ class FoldKVCache:
                 tokens, n_kv_heads, head_dim): as many tokens for each request.
             cu_seqlens: (batch + 1,) int32: request i brings tokens cu_seqlens[i] to cu_seqlens[i + 1].
         """
-        requests = self._requests if ids is None else list(ids)
+        requests = self._chosen(ids)
+        require_device(self, k=k, v=v, cu_seqlens=cu_seqlens)
         k, v = (_packed(name, rows, cu_seqlens, len(requests)) for name, rows in (("k", k), ("v", v)))
         cu_seqlens, tokens = _starts(cu_seqlens, k, len(requests))
         with torch.no_grad():
@@ -198,10 +207,12 @@ class FoldKVCache:
         Returns:
             out, shape and dtype of q; with `return_lse` also lse (n_heads, tokens of all) float32, natural log.
         """
-        requests = self._requests if ids is None else list(ids)
+        requests = self._chosen(ids)
+        require_device(self, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        require_tensor("q", q)
         shape = q.shape
         q, k, v = (_packed(name, rows, cu_seqlens, len(requests)) for name, rows in (("q", q), ("k", k), ("v", v)))
-        if q.ndim != 3 or q.shape[1] != self.n_heads:
+        if q.shape[1] != self.n_heads:
             raise bad_value("q.shape", tuple(shape), f"allowed: (tokens, {self.n_heads}, {self.head_dim})")
         starts, tokens = _starts(cu_seqlens, k, len(requests))
         self._table.extend(requests, tokens)  # raises where there is no room
@@ -277,6 +288,14 @@ class FoldKVCache:
 
     # Internals
 
+    def _chosen(self, ids: Sequence[int] | None) -> list[int]:
+        """The requests of a call."""
+        if ids is None:
+            return self._requests
+        if not isinstance(ids, (Sequence, Tensor)) or isinstance(ids, str):
+            raise bad_type("ids", type(ids).__name__, "allowed: None or a sequence of requests")
+        return [whole("request", request) for request in ids]
+
     def _options(self, batch: int, num_pages: int) -> tuple[list[int], float, float, Tensor | None]:
         numbers = [self.n_heads, batch, self.max_len, num_pages, self.window_left]
         return numbers, math.inf if self.depth is None else self.depth, self.softmax_scale or 0.0, self.sinks
@@ -305,10 +324,14 @@ class FoldKVCache:
         q_lens: Tensor | None,
         options: tuple[Any, ...],
     ) -> decode_ops.Results:
-        requests = self._requests if ids is None else list(ids)
+        requests = self._chosen(ids)
         tokens = [q.shape[1]] * len(requests)
         if q_lens is not None:
             require_tensor("q_lens", q_lens)
+            if q_lens.dtype != torch.int32:
+                raise bad_type("q_lens.dtype", q_lens.dtype, "supported: int32")
+            if q_lens.shape != (len(requests),):
+                raise bad_value("q_lens.shape", tuple(q_lens.shape), f"allowed: ({len(requests)},), requests")
             tokens = q_lens.tolist()
         _, before = self.tables(ids)
         table, block_table = self._extended(requests, tokens)
@@ -341,6 +364,8 @@ def _packed(name: str, rows: Tensor, cu_seqlens: Tensor | None, requests: int) -
     """(tokens, heads, head_dim); without cu_seqlens the rows come as (batch, tokens, heads, head_dim)."""
     require_tensor(name, rows)
     if cu_seqlens is not None:
+        if rows.ndim != 3:
+            raise bad_value(f"{name}.ndim", rows.ndim, "allowed: 3 beside cu_seqlens")
         return rows
     if rows.ndim != 4:
         raise bad_value(f"{name}.ndim", rows.ndim, "allowed: 4 where cu_seqlens is left out")

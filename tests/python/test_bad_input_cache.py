@@ -86,7 +86,7 @@ CALLS: dict[str, Any] = {
     ),
     "q_lens": (lambda c: c.decode(Q, K, V, q_lens=torch.tensor([1, 2], dtype=I32)), ValueError, "q_lens[1]=2; 0..1"),
     "q_lens negative": (lambda c: c.decode(Q, K, V, q_lens=torch.tensor([-1, 1], dtype=I32)), ValueError, "=-1; "),
-    "q_lens dtype": (lambda c: c.decode(Q, K, V, q_lens=torch.tensor([1, 1])), TypeError, "q_lens.dtype=int64; "),
+    "q_lens dtype": (lambda c: c.decode(Q, K, V, q_lens=torch.tensor([1, 1])), TypeError, "q_lens.dtype=torch.int64; "),
     "tree shape": (
         lambda c: c.decode(Q, K, V, tree=torch.ones(2, 2, dtype=torch.bool)),
         ValueError,
@@ -109,6 +109,57 @@ CALLS: dict[str, Any] = {
         ValueError,
         "tree nodes=65; at most 64",
     ),
+    "q_lens floats": (lambda c: c.decode(Q, K, V, q_lens=torch.ones(2)), TypeError, "q_lens.dtype=torch.float32; "),
+    "q_lens rank": (
+        lambda c: c.decode(Q, K, V, q_lens=torch.ones(2, 1, dtype=I32)),
+        ValueError,
+        "q_lens.shape=(2, 1); allowed: (2,)",
+    ),
+    "out broadcast": (
+        lambda c: c.decode(Q, K, V, out=torch.empty(1, 1, 64).expand(2, 4, 64)),
+        ValueError,
+        "out.stride=(0, 0, 1); must not be 0",
+    ),
+    "out with gradient": (
+        lambda c: c.decode(Q, K, V, out=torch.empty(2, 4, 64, requires_grad=True)),
+        ValueError,
+        "out.requires_grad=True; allowed: False",
+    ),
+    "depth beyond float32": (lambda c: c.decode(Q, K, V, depth=1e300), ValueError, "depth=1e+300; allowed: None or a"),
+    "scale beyond float32": (lambda c: c.decode(Q, K, V, softmax_scale=1e300), ValueError, "softmax_scale=1000"),
+    "scale text": (lambda c: c.decode(Q, K, V, softmax_scale="1"), TypeError, "softmax_scale=str; allowed"),
+    "splits fraction": (lambda c: c.decode(Q, K, V, splits=1.5), TypeError, "splits=float; allowed: an integer"),
+    "splits beyond": (lambda c: c.decode(Q, K, V, splits=2**70), ValueError, "; allowed: 64-bit integers"),
+    "window fraction": (lambda c: c.decode(Q, K, V, window_size=(1.5, 0)), TypeError, "window_left=float; allowed"),
+    "sinks list": (lambda c: c.decode(Q, K, V, sinks=[0.0] * 4), TypeError, "sinks=list; allowed: torch.Tensor"),
+    "out_dtype text": (lambda c: c.decode(Q, K, V, out_dtype="half"), TypeError, "out_dtype=str; allowed"),
+    "ids floats": (lambda c: c.decode(Q, K, V, ids=[0.5, 1.5]), TypeError, "request=float; allowed: an integer"),
+    "ids number": (lambda c: c.decode(Q, K, V, ids=c.requests[0]), TypeError, "ids=int; allowed: None or a sequence"),
+    "lengths without pages": (
+        lambda c: c.attend(Q, cache_seqlens=5),
+        ValueError,
+        "cache_seqlens=5; allowed: None without block_table",
+    ),
+    "slots without pages": (
+        lambda c: c.decode(Q, K, V, slot_mapping=torch.zeros(2).long()),
+        ValueError,
+        "slot_mapping=a tensor; allowed: None without block_table",
+    ),
+    "partial lengths": (
+        lambda c: partial_attention(Q, c, 0, 64, cache_seqlens=5),
+        ValueError,
+        "cache_seqlens=5; allowed: None without block_table",
+    ),
+    "partial fraction": (lambda c: partial_attention(Q, c, 0.5, 64), TypeError, "begin=float; allowed: an integer"),
+    "truncate fraction": (lambda c: c.truncate(1.5), TypeError, "length=float; allowed: an integer"),
+    "fork fraction": (lambda c: c.fork(c.requests[0], 1.5), TypeError, "length=float; allowed: an integer"),
+    "free text": (lambda c: c.free_request("a"), TypeError, "request=str; allowed: an integer"),
+    "prompt rank": (
+        lambda c: c.write_prompt(torch.tensor(1.0), PROMPT, starts([1, 2])),
+        ValueError,
+        "k.ndim=0; allowed: 3 beside cu_seqlens",
+    ),
+    "prefill list": (lambda c: c.prefill([1], PROMPT, PROMPT, starts([1, 2])), TypeError, "q=list; allowed"),
     "slots alone": (lambda c: c.attend(Q, slot_mapping=torch.zeros(2).long()), ValueError, "slot_mapping=a tensor; "),
     "append rank": (lambda c: c.append(K[0], V[0]), ValueError, "k.ndim=2; allowed: 3, or 4"),
     "append batch": (lambda c: c.append(K[:1], V[:1]), ValueError, "k.shape=(1, 1, 2, 64); dimension 0 must be 2"),
@@ -195,11 +246,48 @@ def test_refused_and_unchanged(kind):
     assert_unchanged(cache, before)
 
 
+# A tensor on another device is refused by name: torch would answer for it with memory that nothing was written to.
+ELSEWHERE: dict[str, Any] = {
+    "q": lambda c, x: c.decode(x(Q), K, V),
+    "k": lambda c, x: c.decode(Q, x(K), V),
+    "v": lambda c, x: c.append(K[:, None], x(V[:, None])),
+    "tree": lambda c, x: c.decode(Q, K, V, tree=x(torch.ones(1, 1, dtype=torch.bool))),
+    "q_lens": lambda c, x: c.decode(Q, K, V, q_lens=x(torch.ones(2, dtype=I32))),
+    "depth": lambda c, x: c.decode(Q, K, V, depth=x(torch.ones(4))),
+    "sinks": lambda c, x: partial_attention(Q, c, 0, 64, sinks=x(torch.ones(4))),
+    "out": lambda c, x: c.decode(Q, K, V, out=x(Q)),
+    "block_table": lambda c, x: c.attend(Q, block_table=x(TABLE), cache_seqlens=LENGTHS),
+    "cache_seqlens": lambda c, x: c.attend(Q, block_table=TABLE, cache_seqlens=x(LENGTHS)),
+    "cu_seqlens": lambda c, x: c.write_prompt(PROMPT, PROMPT, x(starts([1, 2]))),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_devices_are_refused(name):
+    cache = make()
+    before = snapshot(cache)
+    with pytest.raises(TypeError, match=re.escape(f"{name}.device=meta; supported: cpu")):
+        ELSEWHERE[name](cache, lambda x: x.to("meta"))
+    assert_unchanged(cache, before)
+
+
+def test_no_tokens_is_a_call_like_any_other():
+    cache = make()
+    before = snapshot(cache)
+    q, k, v = (x[:, None][:, :0] for x in (Q, K, V))
+    out, lse = cache.decode(q, k, v, return_lse=True)
+    assert out.shape == (2, 0, 4, 64)
+    assert lse.shape == (2, 4, 0)
+    assert_unchanged(cache, before)
+
+
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=I32)
 LENGTHS = torch.tensor([130, 70], dtype=I32)
 # Changes to a step on pages of the caller's, and a part of the message.
 PAGES: dict[str, Any] = {
     "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens=None; required beside block_table"),
+    "lengths number": ({"cache_seqlens": 2**31}, ValueError, "cache_seqlens=2147483648; allowed: 0 to 2147483647"),
+    "ids and a table": ({"ids": [1, 2]}, ValueError, "ids=[1, 2]; allowed: None beside block_table"),
     "two tables": ({"page_table": TABLE}, ValueError, "page_table=a tensor; allowed: None beside block_table"),
     "table dtype": ({"block_table": TABLE.long()}, TypeError, "block_table.dtype=int64; supported: int32"),
     "table rank": ({"block_table": TABLE[0]}, ValueError, "block_table.ndim=1; supported: 2"),
