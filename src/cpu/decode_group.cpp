@@ -36,8 +36,8 @@ void split_query(Group& g) {
       q.a_split[split] = a[c];
       q.b_split[split] = b[c];
     }
-    q.offset_a[r] = 128 * sum_a;
-    q.offset[r] = 128 * (256 * sum_a + sum_b);
+    q.sum_a[r] = sum_a;
+    q.sum[r] = 256 * sum_a + sum_b;
     q.margin[r] = numerics::mul(numerics::kMarginFactor,
                                 numerics::mul(q.scale[r], numerics::sqrt_rn(static_cast<float>(squares))));
   }

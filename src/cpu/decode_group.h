@@ -14,12 +14,11 @@ constexpr int kTile = numerics::kTile;
 
 /// The query planes of a group, in the channel orders its dot products meet. G rows.
 struct Query {
-  std::vector<int8_t> a_split, b_split;  // (G, D): even channels, then odd ones
-  std::vector<int8_t> a, b;              // (G, D)
-  int32_t offset_a[kMaxRows];            // what 128 more in every channel of a key adds to its product with a,
-  int32_t offset[kMaxRows];              // and with 256 a + b
-  float scale[kMaxRows];                 // e_q
-  float margin[kMaxRows];                // M of section 6
+  std::vector<int8_t> a_split, b_split;    // (G, D): even channels, then odd ones
+  std::vector<int8_t> a, b;                // (G, D)
+  int32_t sum_a[kMaxRows], sum[kMaxRows];  // channel sums of a and of 256 a + b
+  float scale[kMaxRows];                   // e_q
+  float margin[kMaxRows];                  // M of section 6
 };
 
 struct Group {

@@ -16,38 +16,36 @@ struct GenericOps {
   /// The channel of byte i of a split row.
   static int split_channel(int i) { return i < kHalf ? 2 * i : 2 * (i - kHalf) + 1; }
 
-  /// Plane a of a row from its nibbles, split; `flip` is xor-ed to a + 128. h, l: (D/2,); out: (D,).
-  static void join(const uint8_t* h, const uint8_t* l, uint8_t flip, uint8_t* out) {
+  // The values of a row, (D,).
+  static void load(const SplitRow& row, int8_t* out) {
     for (int i = 0; i < kHalf; ++i) {
-      out[i] = static_cast<uint8_t>((h[i] & 0xF0) | (l[i] >> 4)) ^ flip;
-      out[kHalf + i] = static_cast<uint8_t>((h[i] << 4) | (l[i] & 15)) ^ flip;
+      out[i] = static_cast<int8_t>(((row.h[i] & 0xF0) | (row.l[i] >> 4)) - 128);
+      out[kHalf + i] = static_cast<int8_t>(((row.h[i] << 4 & 0xF0) | (row.l[i] & 15)) - 128);
     }
   }
-
-  /// out[i] = bytes[i] ^ 128. bytes, out: (D,).
-  static void flip(const void* bytes, void* out) {
-    for (int i = 0; i < D; ++i) static_cast<uint8_t*>(out)[i] = static_cast<const uint8_t*>(bytes)[i] ^ 128;
+  static void load(const PlainRow& row, int8_t* out) { std::copy_n(row.bytes, D, out); }
+  static void load(const CodeRow& row, int8_t* out) {
+    for (int i = 0; i < D; ++i) out[i] = static_cast<int8_t>(row.bytes[i] - 128);
   }
 
   /// D0 of a tile's 64 keys. h: (64, D/2) plane rows; d0: (G, 64).
   static void scan(const uint8_t* h, const Query& q, int rows, int32_t* d0) {
-    for (int k = 0; k < kTile; ++k) {
-      uint8_t a[D];
-      join(h + k * kHalf, kHalfPlane.bytes, 0, a);
-      dots<false>(a, 1, q.a_split.data(), nullptr, q.offset_a, rows, d0 + k);
-    }
+    SplitRow keys[kTile];
+    for (int k = 0; k < kTile; ++k) keys[k] = {h + k * kHalf, kHalfPlane.bytes};
+    dots<false>(keys, kTile, q.a_split.data(), nullptr, q.sum_a, rows, d0);
   }
 
-  /// Products of rows of unsigned bytes u with query planes: sum u qa, or with `Both` 256 sum u qa + sum u qb, less
-  /// the row's offset. bytes: (count, D), count <= 64; qa, qb: (G, D); offset: (G,); out: (G, 64).
-  template <bool Both>
-  static void dots(const uint8_t* bytes, int count, const int8_t* qa, const int8_t* qb, const int32_t* offset, int rows,
+  /// Products of keys with query planes: sum key qa, or with `Both` 256 sum key qa + sum key qb. keys: (count,), count
+  /// <= 64; qa, qb: (G, D); sums: (G,) qa's or both planes' channel sums; out: (G, 64).
+  template <bool Both, class Row>
+  static void dots(const Row* keys, int count, const int8_t* qa, const int8_t* qb, const int32_t* /*sums*/, int rows,
                    int32_t* out) {
     for (int i = 0; i < count; ++i) {
+      int8_t key[D];
+      load(keys[i], key);
       for (int r = 0; r < rows; ++r) {
-        int32_t sum = dot(bytes + i * D, qa + r * D);  // 256 sums of a whole row stay below 2^31
-        if constexpr (Both) sum = 256 * sum + dot(bytes + i * D, qb + r * D);
-        out[r * kTile + i] = sum - offset[r];
+        const int32_t high = dot(key, qa + r * D);
+        out[r * kTile + i] = Both ? 256 * high + dot(key, qb + r * D) : high;
       }
     }
   }
@@ -109,15 +107,23 @@ struct GenericOps {
       x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), key_scale[k], -z);
   }
 
-  /// packed[i] = values[k] for the i-th key k of `keys`; what follows them, up to 16 elements, is undefined.
-  template <typename T>
-  static void pack(const T* values, uint64_t keys, T* packed) {
-    for (; keys != 0; keys &= keys - 1) *packed++ = values[std::countr_zero(keys)];
+  /// x of the keys read to level 1, from their dot products in order.
+  static void level_1(const int32_t* dots, uint64_t keys, float scale, const float* key_scale, float z, float* x) {
+    const float unit = numerics::mul(scale, 0x1p-8f);
+    for (; keys != 0; keys &= keys - 1) {
+      const int k = std::countr_zero(keys);
+      x[k] = numerics::fma(numerics::mul(static_cast<float>(*dots++), unit), key_scale[k], -z);
+    }
   }
 
-  /// values[k] = packed[i] for the i-th key k of `keys`.
-  static void unpack(const float* packed, uint64_t keys, float* values) {
-    for (int i = 0; keys != 0; keys &= keys - 1) values[std::countr_zero(keys)] = packed[i++];
+  /// x of the keys read to level 2: `further`, of the keys `keys` read to level 1. first, second: the dot products of
+  /// either, in order.
+  static void level_2(const int32_t* first, uint64_t keys, const int32_t* second, uint64_t further, float scale,
+                      const float* key_scale, float z, float* x) {
+    for (; keys != 0; keys &= keys - 1, ++first) {
+      const int k = std::countr_zero(keys);
+      if ((further >> k & 1) != 0) x[k] = numerics::fma(logit_2(scale, *first, *second++), key_scale[k], -z);
+    }
   }
 
   /// weights[k] = fix(x[k], share[k]) from the unrounded 2^x (scaling by a power of two commutes with rounding).
@@ -141,17 +147,27 @@ struct GenericOps {
   template <int Bytes>
   class Sums {
    public:
-    explicit Sums(int rows) : rows_(rows), sums_(int64_t{rows} * D) { std::fill_n(sums_.data(), rows * D, 0); }
+    explicit Sums(int rows) : rows_(rows), weights_(int64_t{rows} * kBatch), sums_(int64_t{rows} * D) {
+      std::fill_n(sums_.data(), rows * D, 0);
+    }
 
-    /// rows: (count,), a multiple of 4 up to 128; weights: (G, stride)
+    /// Query row r's weight of the row at place `at` of the next add().
+    void put(int at, int r, uint32_t weight) { weights_[r * kBatch + at] = weight; }
+
+    /// Its weights[k] for every key k of `keys`, from place `at` on. weights: (64,)
+    void put(int at, int r, const uint32_t* weights, uint64_t keys) {
+      for (; keys != 0; keys &= keys - 1) put(at++, r, weights[std::countr_zero(keys)]);
+    }
+
+    /// Adds the rows whose weights were put. rows: (count,), count a multiple of 4 up to kBatch.
     template <class Row>
-    void add(const Row* rows, int count, const uint32_t* weights, int stride) {
+    void add(const Row* rows, int count) {
       for (int i = 0; i < count; ++i) load(rows[i], &row_bytes_[i * D]);
       for (int r = 0; r < rows_; ++r) {
         for (int shift = 0; shift < 8 * Bytes; shift += 16) {
           int32_t sum[D] = {};  // 128 products of 16 by 8 bits
           for (int i = 0; i < count; ++i) {
-            const int32_t w = weights[r * stride + i] >> shift & 0xFFFF;
+            const int32_t w = weights_[r * kBatch + i] >> shift & 0xFFFF;
             for (int c = 0; c < D; ++c) sum[c] += w * row_bytes_[i * D + c];
           }
           for (int c = 0; c < D; ++c) sums_[r * D + c] += static_cast<uint64_t>(int64_t{sum[c]}) << shift;
@@ -183,19 +199,16 @@ struct GenericOps {
     }
 
    private:
-    static void load(const SplitRow& row, int8_t* out) { join(row.h, row.l, 128, reinterpret_cast<uint8_t*>(out)); }
-    static void load(const PlainRow& row, int8_t* out) { std::copy_n(row.bytes, D, out); }
-    static void load(const CodeRow& row, int8_t* out) { GenericOps::flip(row.bytes, out); }
-
     int rows_;
-    int8_t row_bytes_[2 * kTile * D];
-    Buffer<uint64_t> sums_;  // (G, D), two's complement
+    int8_t row_bytes_[kBatch * D];
+    Buffer<uint32_t> weights_;  // (G, kBatch)
+    Buffer<uint64_t> sums_;     // (G, D), two's complement
   };
 
  private:
-  static int32_t dot(const uint8_t* u, const int8_t* s) {
+  static int32_t dot(const int8_t* k, const int8_t* q) {
     int32_t sum = 0;
-    for (int i = 0; i < D; ++i) sum += u[i] * s[i];
+    for (int i = 0; i < D; ++i) sum += k[i] * q[i];
     return sum;
   }
 };

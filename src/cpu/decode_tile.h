@@ -13,7 +13,7 @@
 namespace fold::cpu {
 namespace {
 
-constexpr int kPacked = kTile + 16;  // packed keys, with room for a whole vector behind the last one
+constexpr int kBatch = 2 * kTile;  // rows collected for a weighted sum, at most
 
 /// Plane l of a key of which only h is read: 16 h + 8 is the value whose low nibble is 8.
 struct HalfPlane {
@@ -63,16 +63,13 @@ struct CodeRow {         // ubar - 128
 template <class Ops, class Row, int Bytes>
 class RowBatch {
  public:
-  explicit RowBatch(int rows) : rows_(rows), sums_(rows), weights_(int64_t{rows} * kStride) {}
-
-  static constexpr int kRoom = 2 * kTile;     // rows
-  static constexpr int kStride = kRoom + 16;  // weights a query row, with room for a whole vector behind the last
+  explicit RowBatch(int rows) : rows_(rows), sums_(rows) {}
 
   /// Adds row(k) for every key k of `keys`. weights: (G, 64), in key order.
   template <class F>
   void add(uint64_t keys, RowTile<uint32_t>& weights, F row) {
     if (keys == 0) return;
-    for (int r = 0; r < rows_; ++r) Ops::pack(weights[r], keys, &weights_[r * kStride + count_]);
+    for (int r = 0; r < rows_; ++r) sums_.put(count_, r, weights[r], keys);
     for (; keys != 0; keys &= keys - 1) row_[count_++] = row(std::countr_zero(keys));
     if (count_ >= kTile) flush();
   }
@@ -80,7 +77,7 @@ class RowBatch {
   /// Adds one row; weight(r) is its weight for query row r.
   template <class F>
   void add(const Row& row, F weight) {
-    for (int r = 0; r < rows_; ++r) weights_[r * kStride + count_] = weight(r);
+    for (int r = 0; r < rows_; ++r) sums_.put(count_, r, weight(r));
     row_[count_++] = row;
     if (count_ >= kTile) flush();
   }
@@ -95,17 +92,17 @@ class RowBatch {
  private:
   void flush() {
     if (count_ == 0) return;
-    const int padded = (count_ + 3) / 4 * 4;  // by rows of weight 0
-    for (int r = 0; r < rows_; ++r) std::fill(&weights_[r * kStride + count_], &weights_[r * kStride + padded], 0);
-    std::fill(row_ + count_, row_ + padded, row_[0]);
-    sums_.add(row_, padded, weights_.data(), kStride);
+    for (; count_ % 4 != 0; ++count_) {  // rows of weight 0
+      for (int r = 0; r < rows_; ++r) sums_.put(count_, r, 0);
+      row_[count_] = row_[0];
+    }
+    sums_.add(row_, count_);
     count_ = 0;
   }
 
   int rows_, count_ = 0;
   typename Ops::template Sums<Bytes> sums_;
-  Row row_[kRoom];
-  Buffer<uint32_t> weights_;  // (G, kStride)
+  Row row_[kBatch];
 };
 
 /// RowBatches of every width.
@@ -134,10 +131,10 @@ class RowSums {
   RowBatch<Ops, Row, 4> four_;
 };
 
-/// F of level 2 (docs/numerics.md, section 3).
-inline float logit_2(const Query& q, int r, int32_t d1, int32_t d2) {
+/// F of level 2 (docs/numerics.md, section 3); scale: e_q.
+inline float logit_2(float scale, int32_t d1, int32_t d2) {
   const float dot = numerics::add(static_cast<float>(d1), numerics::mul(static_cast<float>(d2), 0x1p-8f));
-  return numerics::mul(dot, numerics::mul(q.scale[r], 0x1p-8f));
+  return numerics::mul(dot, numerics::mul(scale, 0x1p-8f));
 }
 
 }  // namespace

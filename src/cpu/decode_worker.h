@@ -109,18 +109,15 @@ class RangeWorker {
   void refine(TileState& s) {
     if (s.k_l == 0) return;
     const Query& q = g_->query;
-    int count = 0;
-    for (uint64_t keys = s.k_l; keys != 0; keys &= keys - 1, ++count) {
-      const int64_t at = (s.slot + std::countr_zero(keys)) * kHalf;
-      Ops::join(s.page.k_h + at, s.page.k_l + at, 0, key_bytes_ + count * D);
-    }
-    Ops::template dots<true>(key_bytes_, count, q.a_split.data(), q.b_split.data(), q.offset, rows_, s.dot[0]);
+    SplitRow rows[kTile];
+    const int count = list(s.k_l, rows, [&](int k) {
+      const int64_t at = (s.slot + k) * kHalf;
+      return SplitRow{s.page.k_h + at, s.page.k_l + at};
+    });
+    Ops::template dots<true>(rows, count, q.a_split.data(), q.b_split.data(), q.sum, rows_, s.dot[0]);
     uint64_t wanted = 0;
-    float scale[kPacked] = {}, x[kPacked];
-    Ops::pack(s.key_scale, s.k_l, scale);
     for (int r = 0; r < rows_; ++r) {
-      Ops::weights_log2(s.dot[r], numerics::mul(q.scale[r], 0x1p-8f), scale, g_->z[r], x);
-      Ops::unpack(x, s.k_l, s.x[r]);
+      Ops::level_1(s.dot[r], s.k_l, q.scale[r], s.key_scale, g_->z[r], s.x[r]);
       wanted |= Ops::at_least(q.margin[r] * 0x1p-4f, s.key_scale, s.x[r], -g_->gates[r].k_b);
     }
     if (layout_.k_bits != 16) return;
@@ -131,23 +128,21 @@ class RangeWorker {
   /// Level 2 of the keys in k_b.
   void refine_further(TileState& s) {
     const Query& q = g_->query;
-    int n = 0, place = 0;
-    int from[kTile], key[kTile];  // place among the keys of level 1; which key
-    for (uint64_t keys = s.k_l; keys != 0; keys &= keys - 1, ++place) {
-      const int k = std::countr_zero(keys);
-      if ((s.k_b >> k & 1) == 0) continue;
-      Ops::flip(s.page.k_b + (s.slot + k) * D, key_bytes_ + n * D);
-      from[n] = place;
-      key[n++] = k;
-    }
-    Ops::template dots<true>(key_bytes_, n, q.a.data(), q.b.data(), q.offset, rows_, dot_[0]);
+    PlainRow rows[kTile];
+    const int count = list(s.k_b, rows, [&](int k) { return PlainRow{s.page.k_b + (s.slot + k) * D}; });
+    Ops::template dots<true>(rows, count, q.a.data(), q.b.data(), q.sum, rows_, dot_[0]);
     for (int r = 0; r < rows_; ++r) {
-      float* x = s.x[r];
-      const int32_t *first = s.dot[r], *second = dot_[r];
-      for (int i = 0; i < n; ++i) {
-        x[key[i]] = numerics::fma(logit_2(q, r, first[from[i]], second[i]), s.key_scale[key[i]], -g_->z[r]);
-      }
+      Ops::level_2(s.dot[r], s.k_l, dot_[r], s.k_b, q.scale[r], s.key_scale, g_->z[r], s.x[r]);
     }
+  }
+
+  /// rows[i] = row(k) for the i-th key k of `keys`, the first row repeated up to a multiple of 4. Returns that.
+  template <class Row, class F>
+  static int list(uint64_t keys, Row* rows, F row) {
+    int count = 0;
+    for (; keys != 0; keys &= keys - 1) rows[count++] = row(std::countr_zero(keys));
+    for (; count % 4 != 0; ++count) rows[count] = rows[0];
+    return count;
   }
 
   /// Which V planes are read (section 6, step 4), and every weight.
@@ -277,7 +272,6 @@ class RangeWorker {
   bool correct_ = false;
 
   std::vector<TileState> stages_;
-  alignas(64) uint8_t key_bytes_[kTile * D];
   RowTile<int32_t> dot_;
   RowTile<uint32_t> weight_;
   RowTile<uint8_t> code_;
@@ -302,36 +296,39 @@ template <class Ops>
 void score_rows(const Group& g, const int64_t* keys, int count, int level, float* logits) {
   constexpr int D = Ops::kDim, kHalf = D / 2;
   const Query& q = g.query;
-  numerics::PlaneRow rows[kTile];
+  SplitRow rows[kTile];
+  PlainRow low_rows[kTile];
   float scale[kTile];
   for (int i = 0; i < count; ++i) {
     const plan::HeadPage page = g.page_of(keys[i]);
     const int64_t slot = g.slot_of(keys[i]);
-    rows[i] = {page.k_h + slot * kHalf, level >= 1 ? page.k_l + slot * kHalf : kHalfPlane.bytes,
-               level >= 2 ? page.k_b + slot * D : nullptr};
+    rows[i] = {page.k_h + slot * kHalf, level >= 1 ? page.k_l + slot * kHalf : kHalfPlane.bytes};
     prefetch(rows[i].h, kHalf);
     if (level >= 1) prefetch(rows[i].l, kHalf);
-    if (level >= 2) prefetch(rows[i].b, D);
+    if (level >= 2) {
+      low_rows[i] = {page.k_b + slot * D};
+      prefetch(low_rows[i].bytes, D);
+    }
     scale[i] =
         numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(static_cast<int>(slot % kTile))]);
   }
-  alignas(64) uint8_t bytes[kTile * D];
+  int padded = count;
+  for (; padded % 4 != 0; ++padded) {
+    rows[padded] = rows[0];
+    low_rows[padded] = low_rows[0];
+  }
   RowTile<int32_t> first(g.rows), second(g.rows);
-  for (int i = 0; i < count; ++i) Ops::join(rows[i].h, rows[i].l, 0, bytes + i * D);
   if (level == 0) {
-    Ops::template dots<false>(bytes, count, q.a_split.data(), nullptr, q.offset_a, g.rows, first[0]);
+    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, first[0]);
   } else {
-    Ops::template dots<true>(bytes, count, q.a_split.data(), q.b_split.data(), q.offset, g.rows, first[0]);
+    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, first[0]);
   }
-  if (level == 2) {
-    for (int i = 0; i < count; ++i) Ops::flip(rows[i].b, bytes + i * D);
-    Ops::template dots<true>(bytes, count, q.a.data(), q.b.data(), q.offset, g.rows, second[0]);
-  }
+  if (level == 2) Ops::template dots<true>(low_rows, padded, q.a.data(), q.b.data(), q.sum, g.rows, second[0]);
   for (int r = 0; r < g.rows; ++r) {
     const float unit = level == 0 ? q.scale[r] : numerics::mul(q.scale[r], 0x1p-8f);
     for (int i = 0; i < count; ++i) {
-      const float f =
-          level == 2 ? logit_2(q, r, first[r][i], second[r][i]) : numerics::mul(static_cast<float>(first[r][i]), unit);
+      const float f = level == 2 ? logit_2(q.scale[r], first[r][i], second[r][i])
+                                 : numerics::mul(static_cast<float>(first[r][i]), unit);
       logits[r * kTile + i] = numerics::mul(f, scale[i]);
     }
   }

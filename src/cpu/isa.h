@@ -5,7 +5,7 @@ namespace fold::cpu {
 /// Instruction sets the CPU kernels are compiled for. `portable` runs everywhere.
 enum class Isa { portable, avx2, avx512 };
 
-/// The best set this processor offers (AVX-512 means F, BW, VL, DQ, VBMI, VNNI and BF16), or the one forced by
+/// The best set this processor offers (AVX-512 means F, BW, VL, DQ, VBMI, VBMI2, VNNI and BF16), or the one forced by
 /// `set_isa`.
 Isa isa();
 
