@@ -48,7 +48,7 @@ def rotating(
     A first round is not counted. `cold`: before each run another buffer is written and read, so that nothing is left in
     the processor's caches.
     """
-    buffer = torch.zeros(EVICT_BYTES // 4, dtype=torch.int32) if cold else None
+    buffer = torch.zeros(EVICT_BYTES // 8, dtype=torch.int64) if cold else None
     keys = list(contenders)
     samples: dict[Key, list[float]] = {key: [] for key in keys}
     for index in range(-1, rounds):
