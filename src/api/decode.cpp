@@ -7,7 +7,7 @@
 #include "api/checks.h"
 #include "api/decode_checks.h"
 #include "cpu/decode.h"
-#include "numerics/gates.h"
+#include "numerics/planes.h"
 
 namespace fold {
 namespace {
@@ -173,6 +173,19 @@ PartialView checked_partial(const Partial& partial) {
   return checked_partial(partial, n.shape[0], n.shape[1], n.shape[2], d);
 }
 
+/// E of every row that has a sum is a power of two, as decode makes them.
+void check_grid(const PartialView& partial, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float z = partial.grid[2 * i], e = partial.grid[2 * i + 1];
+    const bool empty = std::isinf(z) && z < 0 && e == 0;
+    int exponent = 0;
+    if (empty || std::isnan(e) || (std::isfinite(e) && e >= numerics::kMinScale && std::frexp(e, &exponent) == 0.5f)) {
+      continue;
+    }
+    fail_value("grid of row " + std::to_string(i), std::to_string(e), "a power of two, from 2^-100");
+  }
+}
+
 }  // namespace
 
 plan::DecodeParams api::checked_decode(const CacheStorage& cache, const DecodeArgs& args,
@@ -244,6 +257,7 @@ void finish(const Partial& partial, const TensorView& sinks, const TensorView& o
                 heads = partial.numerator.shape[2];
   const int64_t d = partial.numerator.shape[3];
   check_output(out, batch, tokens, heads, d);
+  check_grid(view, batch * tokens * heads);
   if (sinks.defined()) {
     require_tensor("sinks", sinks, 1, {DType::f32});
     require_size("sinks", sinks, 0, heads, "query heads");

@@ -199,6 +199,28 @@ std::string error_of(F f) {
   return "no error";
 }
 
+TEST(Decode, FinishRefusesAGridThatNoPartialHas) {
+  std::vector<int64_t> numerator(64, 1), denominator{int64_t{1} << 26};
+  float grid[2] = {0, 1};
+  std::vector<float> out(64);
+  const auto finish = [&] {
+    return error_of([&] {
+      fold::finish({.numerator = TensorView(numerator.data(), DType::i64, {1, 1, 1, 64}),
+                    .denominator = TensorView(denominator.data(), DType::i64, {1, 1, 1}),
+                    .grid = TensorView(grid, DType::f32, {1, 1, 1, 2})},
+                   {}, TensorView(out.data(), DType::f32, {1, 1, 1, 64}), {}, {});
+    });
+  };
+  for (const float e : {0.0f, 3.0f, -1.0f, INFINITY, 0x1p-120f}) {
+    grid[1] = e;
+    EXPECT_EQ(finish(), "grid of row 0=" + std::to_string(e) + "; a power of two, from 2^-100");
+  }
+  for (const float e : {0x1p-100f, 1.0f, 0x1p127f}) {
+    grid[1] = e;
+    EXPECT_EQ(finish(), "no error");
+  }
+}
+
 TEST(Decode, BadArgumentsSayWhatWasGotAndWhatIsAllowed) {
   Problem problem({.n_kv_heads = 2, .head_dim = 64}, 2, 300);
   const auto with = [&](auto change) {
