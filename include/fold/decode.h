@@ -67,8 +67,9 @@ FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t
 FOLD_API void add_partials(const Partial& into, const Partial& other);
 
 /// Normalises and rotates back. sinks as in DecodeArgs (counted here, once). A row whose reference was wrong (its
-/// denominator is out of range) comes back as NaN with valid = 0: it has to be computed by decode(). out (B, T, H, D),
-/// lse (B, H, T) f32 or undefined, valid (B, T, H) u8 or undefined.
+/// denominator is out of range) comes back as NaN with valid = 0: it has to be computed by decode(), which then runs
+/// all of the token's rows on that KV head again; the valid ones among them may differ from those returned here in
+/// rounding. out (B, T, H, D), lse (B, H, T) f32 or undefined, valid (B, T, H) u8 or undefined.
 FOLD_API void finish(const Partial& partial, const TensorView& sinks, const TensorView& out, const TensorView& lse,
                      const TensorView& valid);
 

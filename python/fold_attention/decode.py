@@ -247,7 +247,8 @@ def finish(
 
     Returns:
         out (B, T, H, D) with the bits of `fold_attn_with_kvcache`; lse (B, H, T) float32, natural log; valid (B, T, H)
-        bool. A row whose sampled reference was wrong is not valid and NaN: `fold_attn_with_kvcache` computes it.
+        bool. A row whose sampled reference was wrong is not valid and NaN: `fold_attn_with_kvcache` computes it, and
+        with it the other rows of the token on that KV head, whose bits are then not those returned here.
     """
     b, t, h, _ = partial.numerator.shape
     out = partial.numerator.new_empty(partial.numerator.shape, dtype=out_dtype)
