@@ -47,7 +47,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     ${FOLD_AVX512}
     PROPERTIES
       COMPILE_OPTIONS
-      "-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mavx512vnni;-mavx512bf16;-mavx512vbmi;-mavx512vbmi2;-mfma;-mf16c;-mbmi2;-mprefer-vector-width=512;-Wno-maybe-uninitialized"
+      "-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mavx512vnni;-mavx512bf16;-mavx512vbmi;-mavx512vbmi2;-mfma;-mf16c;-mbmi2;-mprefer-vector-width=512;$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>"
   )
 endif()
 
