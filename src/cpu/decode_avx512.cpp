@@ -146,22 +146,36 @@ struct Avx512Ops : GenericOps<D> {
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
   }
 
-  static uint64_t at_least(float margin, const float* scale, const float* x, float threshold) {
-    const __m512 m = _mm512_set1_ps(margin), limit = _mm512_set1_ps(threshold);
-    uint64_t mask = 0;
+  static uint64_t logits(const int32_t* dots, uint64_t keys, const RowScale& row, const float* key_scale, float* x) {
+    const __m512 unit = _mm512_set1_ps(row.unit), z = _mm512_set1_ps(row.z);
+    const __m512 margin = _mm512_set1_ps(row.margin), threshold = _mm512_set1_ps(row.threshold);
+    uint64_t wanted = 0;
     for (int k = 0; k < kTile; k += kLanes) {
-      const __m512 value = _mm512_fmadd_ps(m, _mm512_loadu_ps(scale + k), _mm512_loadu_ps(x + k));
-      mask |= static_cast<uint64_t>(_mm512_cmp_ps_mask(value, limit, _CMP_GE_OQ)) << k;
+      const __mmask16 part = static_cast<__mmask16>(keys >> k);
+      const __m512 scale = _mm512_loadu_ps(key_scale + k);
+      const __m512 value = _mm512_fmsub_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(expand(part, dots)), unit), scale, z);
+      _mm512_mask_storeu_ps(x + k, part, value);
+      const __m512 most = _mm512_fmadd_ps(margin, scale, value);
+      wanted |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(part, most, threshold, _CMP_GE_OQ)) << k;
     }
-    return mask;
+    return wanted;
   }
 
-  static uint64_t at_least(const float* x, float threshold) {
-    const __m512 limit = _mm512_set1_ps(threshold);
-    uint64_t mask = 0;
-    for (int k = 0; k < kTile; k += kLanes)
-      mask |= static_cast<uint64_t>(_mm512_cmp_ps_mask(_mm512_loadu_ps(x + k), limit, _CMP_GE_OQ)) << k;
-    return mask;
+  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, int rows) {
+    ValueKeys keys;
+    for (int k = 0; k < kTile; k += kLanes) {
+      __mmask16 h = 0, l = 0, b = 0;
+      for (int r = 0; r < rows; ++r) {
+        const __m512 below = _mm512_xor_ps(_mm512_loadu_ps(x + r * kTile + k), _mm512_set1_ps(-0.0f));
+        h = _kor_mask16(h, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_h), _CMP_LE_OQ));
+        l = _kor_mask16(l, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_l), _CMP_LE_OQ));
+        b = _kor_mask16(b, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_b), _CMP_LE_OQ));
+      }
+      keys.h |= static_cast<uint64_t>(h) << k;
+      keys.l |= static_cast<uint64_t>(l) << k;
+      keys.b |= static_cast<uint64_t>(b) << k;
+    }
+    return keys;
   }
 
   /// The same operations as GenericOps::weigh, 16 keys at a time (numerics/exp2.h).
@@ -217,24 +231,6 @@ struct Avx512Ops : GenericOps<D> {
       const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(ordered, 1));
       _mm512_storeu_si512(out + k, _mm512_slli_epi32(first, 16));
       _mm512_storeu_si512(out + k + kLanes, _mm512_slli_epi32(second, 16));
-    }
-  }
-
-  static void weights_log2(const int32_t* dot, float scale, const float* key_scale, float z, float* x) {
-    const __m512 factor = _mm512_set1_ps(scale), reference = _mm512_set1_ps(z);
-    for (int k = 0; k < kTile; k += kLanes) {
-      const __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(dot + k)), factor);
-      _mm512_storeu_ps(x + k, _mm512_fmsub_ps(f, _mm512_loadu_ps(key_scale + k), reference));
-    }
-  }
-
-  static void level_1(const int32_t* dots, uint64_t keys, float scale, const float* key_scale, float z, float* x) {
-    const __m512 unit = _mm512_set1_ps(numerics::mul(scale, 0x1p-8f)), reference = _mm512_set1_ps(z);
-    for (int k = 0; k < kTile; k += kLanes) {
-      const __mmask16 part = static_cast<__mmask16>(keys >> k);
-      const __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(expand(part, dots)), unit);
-      const __m512 value = _mm512_fmsub_ps(f, _mm512_loadu_ps(key_scale + k), reference);
-      _mm512_mask_storeu_ps(x + k, part, value);
     }
   }
 

@@ -50,20 +50,29 @@ struct GenericOps {
     }
   }
 
-  /// Bit k: fma(margin, scale[k], x[k]) >= threshold. scale, x: (64,).
-  static uint64_t at_least(float margin, const float* scale, const float* x, float threshold) {
-    uint64_t mask = 0;
-    for (int k = 0; k < kTile; ++k) {
-      mask |= static_cast<uint64_t>(numerics::fma(margin, scale[k], x[k]) >= threshold) << k;
+  /// x of `keys` from their dot products in order. Returns those that ask for more. key_scale, x: (64,).
+  static uint64_t logits(const int32_t* dots, uint64_t keys, const RowScale& row, const float* key_scale, float* x) {
+    uint64_t wanted = 0;
+    for (; keys != 0; keys &= keys - 1) {
+      const int k = std::countr_zero(keys);
+      x[k] = numerics::fma(numerics::mul(static_cast<float>(*dots++), row.unit), key_scale[k], -row.z);
+      wanted |= static_cast<uint64_t>(numerics::fma(row.margin, key_scale[k], x[k]) >= row.threshold) << k;
     }
-    return mask;
+    return wanted;
   }
 
-  /// Bit k: x[k] >= threshold. x: (64,).
-  static uint64_t at_least(const float* x, float threshold) {
-    uint64_t mask = 0;
-    for (int k = 0; k < kTile; ++k) mask |= static_cast<uint64_t>(x[k] >= threshold) << k;
-    return mask;
+  /// Keys that one of the rows asks planes of V of. x: (G, 64).
+  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, int rows) {
+    ValueKeys keys;
+    for (int r = 0; r < rows; ++r) {
+      for (int k = 0; k < kTile; ++k) {
+        const float value = x[r * kTile + k];
+        keys.h |= static_cast<uint64_t>(value >= -gates[r].v_h) << k;
+        keys.l |= static_cast<uint64_t>(value >= -gates[r].v_l) << k;
+        keys.b |= static_cast<uint64_t>(value >= -gates[r].v_b) << k;
+      }
+    }
+    return keys;
   }
 
   /// Replaces x[k] by 2^x[k] in fixed point, unrounded. Returns the sum of the visible keys' fix(x[k]).
@@ -99,21 +108,6 @@ struct GenericOps {
   /// out[k]: the scale of key k of a tile. scales: (64,) bf16 as stored.
   static void scales(const uint16_t* scales, float* out) {
     for (int k = 0; k < kTile; ++k) out[k] = numerics::from_bf16(scales[numerics::scale_slot(k)]);
-  }
-
-  /// x[k] = fma(float(dot[k]) * scale, key_scale[k], -z), 64 keys.
-  static void weights_log2(const int32_t* dot, float scale, const float* key_scale, float z, float* x) {
-    for (int k = 0; k < kTile; ++k)
-      x[k] = numerics::fma(numerics::mul(static_cast<float>(dot[k]), scale), key_scale[k], -z);
-  }
-
-  /// x of the keys read to level 1, from their dot products in order.
-  static void level_1(const int32_t* dots, uint64_t keys, float scale, const float* key_scale, float z, float* x) {
-    const float unit = numerics::mul(scale, 0x1p-8f);
-    for (; keys != 0; keys &= keys - 1) {
-      const int k = std::countr_zero(keys);
-      x[k] = numerics::fma(numerics::mul(static_cast<float>(*dots++), unit), key_scale[k], -z);
-    }
   }
 
   /// x of the keys read to level 2: `further`, of the keys `keys` read to level 1. first, second: the dot products of

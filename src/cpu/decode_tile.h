@@ -42,6 +42,11 @@ struct TileState {
   RowTile<float> x;      // log2 weights at the level read; once weighed, 2^x in fixed point before it is rounded
 };
 
+/// Keys whose V is read, by plane.
+struct ValueKeys {
+  uint64_t h = 0, l = 0, b = 0;
+};
+
 /// Keys by the bytes their largest weight over a group's rows fills. Keys of weight 0 are in no set.
 struct Widths {
   uint64_t one = 0, two = 0, four = 0;
@@ -129,6 +134,12 @@ class RowSums {
   RowBatch<Ops, Row, 1> one_;
   RowBatch<Ops, Row, 2> two_;
   RowBatch<Ops, Row, 4> four_;
+};
+
+/// How a query row's dot products become log2 weights, and which of those ask for more.
+struct RowScale {
+  float unit, z;            // x = fma(float(dot) * unit, e_k, -z)
+  float margin, threshold;  // asked for where fma(margin, e_k, x) >= threshold
 };
 
 /// F of level 2 (docs/numerics.md, section 3); scale: e_q.

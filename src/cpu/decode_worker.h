@@ -97,8 +97,8 @@ class RangeWorker {
     Ops::scan(s.page.k_h + s.slot * kHalf, q, rows_, dot_[0]);
     uint64_t wanted = s.always;
     for (int r = 0; r < rows_; ++r) {
-      Ops::weights_log2(dot_[r], q.scale[r], s.key_scale, g_->z[r], s.x[r]);
-      wanted |= Ops::at_least(q.margin[r], s.key_scale, s.x[r], -g_->gates[r].k_l);
+      const RowScale row{q.scale[r], g_->z[r], q.margin[r], -g_->gates[r].k_l};
+      wanted |= Ops::logits(dot_[r], ~uint64_t{0}, row, s.key_scale, s.x[r]);
     }
     if (layout_.k_bits == 4) return;
     s.k_l = wanted & s.visible;
@@ -117,11 +117,11 @@ class RangeWorker {
     Ops::template dots<true>(rows, count, q.a_split.data(), q.b_split.data(), q.sum, rows_, s.dot[0]);
     uint64_t wanted = 0;
     for (int r = 0; r < rows_; ++r) {
-      Ops::level_1(s.dot[r], s.k_l, q.scale[r], s.key_scale, g_->z[r], s.x[r]);
-      wanted |= Ops::at_least(q.margin[r] * 0x1p-4f, s.key_scale, s.x[r], -g_->gates[r].k_b);
+      const RowScale row{numerics::mul(q.scale[r], 0x1p-8f), g_->z[r], q.margin[r] * 0x1p-4f, -g_->gates[r].k_b};
+      wanted |= Ops::logits(s.dot[r], s.k_l, row, s.key_scale, s.x[r]);
     }
     if (layout_.k_bits != 16) return;
-    s.k_b = wanted & s.k_l;
+    s.k_b = wanted;
     prefetch_rows(s.page.k_b + s.slot * D, s.k_b, D);
   }
 
@@ -149,15 +149,10 @@ class RangeWorker {
   void weigh(TileState& s) {
     if (s.visible == 0) return;
     if (s.k_b != 0) refine_further(s);
-    s.v_h = s.v_l = s.always;
-    for (int r = 0; r < rows_; ++r) {
-      s.v_h |= Ops::at_least(s.x[r], -g_->gates[r].v_h);
-      s.v_l |= Ops::at_least(s.x[r], -g_->gates[r].v_l);
-      s.v_b |= Ops::at_least(s.x[r], -g_->gates[r].v_b);
-    }
-    s.v_h &= s.visible;
-    s.v_l &= layout_.v_bits >= 8 ? s.v_h : 0;
-    s.v_b &= layout_.v_bits == 16 ? s.v_l : 0;
+    const ValueKeys wanted = Ops::value_keys(s.x[0], g_->gates, rows_);
+    s.v_h = (wanted.h | s.always) & s.visible;
+    s.v_l = layout_.v_bits >= 8 ? (wanted.l | s.always) & s.v_h : 0;
+    s.v_b = layout_.v_bits == 16 ? wanted.b & s.v_l : 0;
     if (s.v_h != 0) {
       prefetch_rows(s.page.v_h + s.slot * kHalf, s.v_h, kHalf);
       prefetch(s.page.v_scale + s.slot, kTile * sizeof(uint16_t));
@@ -190,9 +185,11 @@ class RangeWorker {
     for (float& value : share) value = numerics::mul(value, unit);
     for (int r = 0; r < rows_; ++r) Ops::value_weights(s.x[r], share, weight_[r]);
     const Widths widths = Ops::widths(weight_[0], rows_);
+    const uint8_t* const low = layout_.v_bits >= 8 ? s.page.v_l : s.page.v_h;  // where there is no v_l, none is read
     values_.add(s.v_h, widths, weight_, [&](int k) {
       const int64_t at = (s.slot + k) * kHalf;
-      return SplitRow{s.page.v_h + at, (s.v_l >> k & 1) != 0 ? s.page.v_l + at : kHalfPlane.bytes};
+      const uint8_t* l[] = {kHalfPlane.bytes, low + at};  // not a branch: it could not be foreseen
+      return SplitRow{s.page.v_h + at, l[s.v_l >> k & 1]};
     });
     low_values_.add(s.v_b, widths, weight_, [&](int k) { return PlainRow{s.page.v_b + (s.slot + k) * D}; });
     out_->values_read += std::popcount(s.v_h);
