@@ -20,6 +20,8 @@ def make(**options):
 Q, K, V = torch.randn(2, 4, 64), torch.randn(2, 2, 64), torch.randn(2, 2, 64)
 PROMPT = torch.randn(3, 2, 64)
 I32 = torch.int32
+TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=I32)
+LENGTHS = torch.tensor([130, 70], dtype=I32)
 
 
 def strided(x):
@@ -150,7 +152,11 @@ CALLS: dict[str, Any] = {
         ValueError,
         "cache_seqlens=5; allowed: None without block_table",
     ),
-    "partial fraction": (lambda c: partial_attention(Q, c, 0.5, 64), TypeError, "begin=float; allowed: an integer"),
+    "partial fraction": (
+        lambda c: partial_attention(Q, c, 0.5, 64),  # type: ignore[arg-type]
+        TypeError,
+        "begin=float; allowed: an integer",
+    ),
     "truncate fraction": (lambda c: c.truncate(1.5), TypeError, "length=float; allowed: an integer"),
     "fork fraction": (lambda c: c.fork(c.requests[0], 1.5), TypeError, "length=float; allowed: an integer"),
     "free text": (lambda c: c.free_request("a"), TypeError, "request=str; allowed: an integer"),
@@ -281,8 +287,6 @@ def test_no_tokens_is_a_call_like_any_other():
     assert_unchanged(cache, before)
 
 
-TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=I32)
-LENGTHS = torch.tensor([130, 70], dtype=I32)
 # Changes to a step on pages of the caller's, and a part of the message.
 PAGES: dict[str, Any] = {
     "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens=None; required beside block_table"),
