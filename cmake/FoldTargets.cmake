@@ -42,13 +42,12 @@ endif()
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   file(GLOB FOLD_AVX2 ${PROJECT_SOURCE_DIR}/src/cpu/*_avx2.cpp)
   file(GLOB FOLD_AVX512 ${PROJECT_SOURCE_DIR}/src/cpu/*_avx512.cpp)
-  set_source_files_properties(${FOLD_AVX2} PROPERTIES COMPILE_OPTIONS "-mavx2;-mfma;-mf16c;-mbmi2")
-  set_source_files_properties(
-    ${FOLD_AVX512}
-    PROPERTIES
-      COMPILE_OPTIONS
+  set(FOLD_AVX2_OPTIONS "-mavx2;-mfma;-mf16c;-mbmi2")
+  set(FOLD_AVX512_OPTIONS
       "-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mavx512vnni;-mavx512bf16;-mavx512vbmi;-mavx512vbmi2;-mfma;-mf16c;-mbmi2;-mprefer-vector-width=512;$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>"
   )
+  set_source_files_properties(${FOLD_AVX2} PROPERTIES COMPILE_OPTIONS "${FOLD_AVX2_OPTIONS}")
+  set_source_files_properties(${FOLD_AVX512} PROPERTIES COMPILE_OPTIONS "${FOLD_AVX512_OPTIONS}")
 endif()
 
 install(TARGETS fold EXPORT foldTargets)
