@@ -42,6 +42,8 @@ class RangeWorker {
     out_ = &sums;
     layout_ = group.params->cache.layout;
     correct_ = group.fit_mark > 0;
+    every_value_ =
+        std::any_of(group.gates, group.gates + rows_, [](const auto& g) { return g.v_h >= numerics::kOpen; });
     out_->num.assign(static_cast<size_t>(rows_) * D, 0);
     std::fill_n(out_->den, rows_, 0);
     std::fill_n(out_->dropped, rows_, 0);
@@ -83,10 +85,13 @@ class RangeWorker {
     prefetch(s.page.k_scale + s.slot, kTile * sizeof(uint16_t));
   }
 
-  /// Sends for a quarter of a tile's plane h.
-  static FOLD_PREFETCH fetch(const TileState* s, int quarter) {
+  /// Sends for a quarter of what is read of a tile in any case.
+  FOLD_PREFETCH fetch(const TileState* s, int quarter) const {
     constexpr int64_t kPart = kTile * kHalf / 4;
-    if (s != nullptr && s->visible != 0) prefetch(s->page.k_h + s->slot * kHalf + quarter * kPart, kPart);
+    if (s == nullptr || s->visible == 0) return;
+    const int64_t at = s->slot * kHalf + quarter * kPart;
+    prefetch(s->page.k_h + at, kPart);
+    if (every_value_) prefetch(s->page.v_h + at, kPart);
   }
 
   /// Level 0 of every key: x, and k_l, the keys read deeper (section 6, steps 1 and 2).
@@ -153,11 +158,12 @@ class RangeWorker {
     s.v_h = (wanted.h | s.always) & s.visible;
     s.v_l = layout_.v_bits >= 8 ? (wanted.l | s.always) & s.v_h : 0;
     s.v_b = layout_.v_bits == 16 ? wanted.b & s.v_l : 0;
-    if (s.v_h != 0) {
-      prefetch_rows(s.page.v_h + s.slot * kHalf, s.v_h, kHalf);
-      prefetch(s.page.v_scale + s.slot, kTile * sizeof(uint16_t));
-    }
+    // The fetches stand apart from each other: a core takes only a few dozen at a time.
+    if (!every_value_) prefetch_rows(s.page.v_h + s.slot * kHalf, s.v_h, kHalf);
+    if (s.v_h != 0) prefetch(s.page.v_scale + s.slot, kTile * sizeof(uint16_t));
+    for (int r = 0; r < rows_ / 2; ++r) out_->den[r] += Ops::weigh(s.visible, s.x[r]);
     if (s.v_l != 0) prefetch_rows(s.page.v_l + s.slot * kHalf, s.v_l, kHalf);
+    for (int r = rows_ / 2; r < rows_; ++r) out_->den[r] += Ops::weigh(s.visible, s.x[r]);
     if (s.v_b != 0) prefetch_rows(s.page.v_b + s.slot * D, s.v_b, D);
     if (layout_.tail && s.v_h != s.visible) {
       const int64_t block = s.slot / kTile;
@@ -165,7 +171,6 @@ class RangeWorker {
       prefetch(s.page.mean + block * D, D);
       if (correct_) prefetch(s.page.ubar + block * D, D);
     }
-    for (int r = 0; r < rows_; ++r) out_->den[r] += Ops::weigh(s.visible, s.x[r]);
   }
 
   /// Section 7.
@@ -266,7 +271,7 @@ class RangeWorker {
   const Group* g_ = nullptr;
   RangeSums* out_ = nullptr;
   CacheLayout layout_;
-  bool correct_ = false;
+  bool correct_ = false, every_value_ = false;
 
   std::vector<TileState> stages_;
   RowTile<int32_t> dot_;
