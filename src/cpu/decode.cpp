@@ -22,11 +22,6 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 bool row_is_nan(const Group& g, int r) { return g.poisoned[r] || !numerics::is_finite(g.z[r]); }
 
-/// fix(sink2 - Z): what a sink adds to a denominator; sink_log2 = -inf stands for none.
-int64_t sink_weight(float sink_log2, float z) {
-  return std::isinf(sink_log2) && sink_log2 < 0 ? 0 : numerics::fix(numerics::sub(sink_log2, z));
-}
-
 /// Section 8: a row's fp32 output (D,) and natural-log LSE from its sums. NaN if the reference did not hold.
 float finish_row(const int64_t* num, int64_t den, float z, int e_exponent, int64_t head_dim, float* out) {
   if (!numerics::reference_holds(den)) {
@@ -56,47 +51,45 @@ void merge(Group& g, const RangeSums& sums) {
 /// Adds up the groups' visible keys within [key_begin, key_end), `splits` ranges a group, in parallel.
 void sum_groups(const std::vector<Group*>& groups, int64_t splits, const DecodeKernels& kernels) {
   std::vector<std::mutex> locks(groups.size());
-  const int64_t items = static_cast<int64_t>(groups.size()) * splits;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t item = 0; item < items; ++item) {
-    Group& g = *groups[item / splits];
-    const DecodeParams& p = *g.params;
-    const int64_t first = std::max(g.first, p.key_begin) / kTile;
-    const int64_t last = std::min(g.tiles(), p.key_end / kTile + (p.key_end % kTile != 0 ? 1 : 0));
-    const int64_t split = item % splits, tiles = std::max<int64_t>(0, last - first);
-    const int64_t begin = first + tiles * split / splits, end = first + tiles * (split + 1) / splits;
-    if (begin >= end) continue;
+  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
     RangeSums sums;
-    kernels.sum_range(g, begin, end, sums);
-    const std::lock_guard<std::mutex> lock(locks[item / splits]);
-    merge(g, sums);
-  }
+    kernels.sum_range(*groups[i], begin, end, sums);
+    const std::lock_guard<std::mutex> lock(locks[i]);
+    merge(*groups[i], sums);
+  });
+}
+
+int64_t most_tiles(const DecodeParams& p) {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < p.batch; ++b) longest = std::max<int64_t>(longest, p.seqlens[b]);
+  return (longest + kTile - 1) / kTile;
+}
+
+plan::DecodePlan plan_for(const DecodeParams& p, int64_t groups) {
+  return plan::plan_decode(groups, most_tiles(p), omp_get_max_threads(), p.splits);
 }
 
 /// Section 8: rows whose reference did not hold run again, the second time with every gate open.
-void recompute(const std::vector<Group*>& groups, int64_t splits, const DecodeKernels& kernels) {
+void recompute(const std::vector<Group*>& groups, const DecodeParams& p, const DecodeKernels& kernels) {
   for (int attempt = 0; attempt < 2; ++attempt) {
     std::vector<Group*> again;
+    std::vector<Rows> redo;
     for (Group* g : groups) {
-      for (int r = 0; r < g->rows; ++r) {
-        if (!row_is_nan(*g, r) && !numerics::reference_holds(total(*g, r))) {
-          again.push_back(g);
-          break;
-        }
-      }
+      Rows rows;
+      for (int r = 0; r < g->rows; ++r) rows[r] = !row_is_nan(*g, r) && !numerics::reference_holds(total(*g, r));
+      if (rows.none()) continue;
+      again.push_back(g);
+      redo.push_back(rows);
     }
     if (again.empty()) return;
-#pragma omp parallel for schedule(dynamic)
+    const int64_t splits = plan_for(p, static_cast<int64_t>(again.size())).splits;
+    if (attempt == 0) exact_references(again, redo, splits, kernels);
     for (size_t i = 0; i < again.size(); ++i) {
-      Group& g = *again[i];
-      bool redo[kMaxRows];
-      for (int r = 0; r < g.rows; ++r) {
-        redo[r] = !row_is_nan(g, r) && !numerics::reference_holds(total(g, r));
-        g.recomputed[r] |= redo[r];
-        if (attempt > 0) g.gates[r] = numerics::kOpenGates;
+      for (int r = 0; r < again[i]->rows; ++r) {
+        again[i]->recomputed[r] |= redo[i][r];
+        if (attempt > 0) again[i]->gates[r] = numerics::kOpenGates;
       }
-      if (attempt == 0) exact_reference(g, kernels, redo);
-      clear_sums(g);
+      clear_sums(*again[i]);
     }
     sum_groups(again, splits, kernels);
   }
@@ -140,19 +133,13 @@ void write_group(const Group& g, bool seen) {
   }
 }
 
-int64_t most_tiles(const DecodeParams& p) {
-  int64_t longest = 0;
-  for (int64_t b = 0; b < p.batch; ++b) longest = std::max<int64_t>(longest, p.seqlens[b]);
-  return (longest + kTile - 1) / kTile;
-}
-
 }  // namespace
 
 void decode(const DecodeParams& p) {
   const DecodeKernels kernels = decode_kernels();
   const int64_t kv_heads = p.cache.layout.n_kv_heads;
   const int64_t count = p.batch * p.tokens * kv_heads;
-  const plan::DecodePlan plan = plan::plan_decode(count, most_tiles(p), omp_get_max_threads(), p.splits);
+  const plan::DecodePlan plan = plan_for(p, count);
   std::vector<Group> groups(static_cast<size_t>(std::min(plan.wave, count)));
   for (int64_t start = 0; start < count; start += plan.wave) {
     const int64_t size = std::min(plan.wave, count - start);
@@ -169,7 +156,7 @@ void decode(const DecodeParams& p) {
       if (seen[i]) live.push_back(&groups[i]);
     }
     sum_groups(live, plan.splits, kernels);
-    if (p.numerator == nullptr) recompute(live, plan.splits, kernels);
+    if (p.numerator == nullptr) recompute(live, p, kernels);
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < size; ++i) write_group(groups[i], seen[i] != 0);
   }

@@ -4,7 +4,7 @@
 
 namespace fold::cpu {
 
-DecodeKernels decode_kernels_avx2() { return {sum_range<GenericOps>, score_keys<GenericOps>}; }
+DecodeKernels decode_kernels_avx2() { return kernels_of<GenericOps>(); }
 
 }  // namespace fold::cpu
 #endif

@@ -278,7 +278,7 @@ struct Avx512Ops : GenericOps<D> {
 
 }  // namespace
 
-DecodeKernels decode_kernels_avx512() { return {sum_range<Avx512Ops>, score_keys<Avx512Ops>}; }
+DecodeKernels decode_kernels_avx512() { return kernels_of<Avx512Ops>(); }
 
 }  // namespace fold::cpu
 #endif

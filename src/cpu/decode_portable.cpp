@@ -3,6 +3,6 @@
 
 namespace fold::cpu {
 
-DecodeKernels decode_kernels_portable() { return {sum_range<GenericOps>, score_keys<GenericOps>}; }
+DecodeKernels decode_kernels_portable() { return kernels_of<GenericOps>(); }
 
 }  // namespace fold::cpu

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <mutex>
 
 #include "numerics/reference.h"
 
@@ -15,19 +16,15 @@ using numerics::kNewest;
 using numerics::kSamples;
 using numerics::kTrimmed;
 
-int64_t fixed_sink(const Group& g, int r, float largest) {
-  const float sink = g.sink(r);
-  return std::isinf(sink) && sink < 0 ? 0 : numerics::fix(numerics::sub(sink, largest));
-}
-
 /// -inf never stands for a row's largest logit: an all -inf row counts as not finite through its Z.
 float larger(float a, float b) { return b > a || std::isnan(b) ? b : a; }
 
-/// Logits of every visible key at the finest level, 64 keys a call of f(logits (G, 64), count).
-void walk_logits(const Group& g, const DecodeKernels& kernels, const std::function<void(const float*, int)>& f) {
+/// Logits of the visible keys of a range at the finest level, 64 keys a call of f(logits (G, 64), count).
+template <class F>
+void walk_logits(const Group& g, const DecodeKernels& kernels, int64_t tile_begin, int64_t tile_end, F f) {
   const int level = g.params->cache.layout.k_bits == 16 ? 2 : g.params->cache.layout.k_bits == 8 ? 1 : 0;
   std::vector<float> logits(static_cast<size_t>(g.rows) * kTile);
-  for (int64_t tile = g.first / kTile; tile < g.tiles(); ++tile) {
+  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     int64_t keys[kTile];
     int count = 0;
     for (uint64_t mask = g.visible_mask(tile); mask != 0; mask &= mask - 1)
@@ -39,6 +36,10 @@ void walk_logits(const Group& g, const DecodeKernels& kernels, const std::functi
 }
 
 }  // namespace
+
+int64_t sink_weight(float sink_log2, float reference) {
+  return std::isinf(sink_log2) && sink_log2 < 0 ? 0 : numerics::fix(numerics::sub(sink_log2, reference));
+}
 
 void sample_reference(Group& g, const DecodeKernels& kernels) {
   const int64_t n = g.visible(), rest = n > numerics::kScoredKeys ? n - 1 - kNewest : 0;
@@ -67,7 +68,7 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
     float* row = &logits[r * keys.size()];
     float largest = g.sink(r);
     for (size_t i = 0; i < keys.size(); ++i) largest = larger(largest, row[i]);
-    int64_t counted = fixed_sink(g, r, largest), extrapolated = 0;
+    int64_t counted = sink_weight(g.sink(r), largest), extrapolated = 0;
     if (sampled > 0) std::partial_sort(row, row + kTrimmed, row + sampled, std::greater<float>());
     for (size_t i = 0; i < keys.size(); ++i) {
       (i >= kTrimmed && i < sampled ? extrapolated : counted) += numerics::fix(numerics::sub(row[i], largest));
@@ -76,23 +77,43 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
   }
 }
 
-void exact_reference(Group& g, const DecodeKernels& kernels, const bool* redo) {
-  float largest[kMaxRows];
-  int64_t counted[kMaxRows];
-  for (int r = 0; r < g.rows; ++r) largest[r] = g.sink(r);
-  walk_logits(g, kernels, [&](const float* logits, int count) {
-    for (int r = 0; r < g.rows; ++r) {
-      for (int i = 0; i < count; ++i) largest[r] = larger(largest[r], logits[r * kTile + i]);
-    }
+void exact_references(const std::vector<Group*>& groups, const std::vector<Rows>& redo, int64_t splits,
+                      const DecodeKernels& kernels) {
+  struct Sums {
+    std::mutex lock;
+    float largest[kMaxRows];    // logit
+    int64_t counted[kMaxRows];  // sum of fix(logit - largest)
+  };
+  std::vector<Sums> sums(groups.size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (int r = 0; r < groups[i]->rows; ++r) sums[i].largest[r] = groups[i]->sink(r);
+  }
+  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
+    const Group& g = *groups[i];
+    float largest[kMaxRows];
+    std::fill_n(largest, g.rows, -std::numeric_limits<float>::infinity());
+    walk_logits(g, kernels, begin, end, [&](const float* logits, int count) {
+      for (int r = 0; r < g.rows; ++r) largest[r] = larger(largest[r], kernels.largest(logits + r * kTile, count));
+    });
+    const std::lock_guard<std::mutex> guard(sums[i].lock);
+    for (int r = 0; r < g.rows; ++r) sums[i].largest[r] = larger(sums[i].largest[r], largest[r]);
   });
-  for (int r = 0; r < g.rows; ++r) counted[r] = fixed_sink(g, r, largest[r]);
-  walk_logits(g, kernels, [&](const float* logits, int count) {
-    for (int r = 0; r < g.rows; ++r) {
-      for (int i = 0; i < count; ++i) counted[r] += numerics::fix(numerics::sub(logits[r * kTile + i], largest[r]));
-    }
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (int r = 0; r < groups[i]->rows; ++r) sums[i].counted[r] = sink_weight(groups[i]->sink(r), sums[i].largest[r]);
+  }
+  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
+    const Group& g = *groups[i];
+    int64_t counted[kMaxRows] = {};
+    walk_logits(g, kernels, begin, end, [&](const float* logits, int count) {
+      for (int r = 0; r < g.rows; ++r) counted[r] += kernels.sum_weights(logits + r * kTile, count, sums[i].largest[r]);
+    });
+    const std::lock_guard<std::mutex> guard(sums[i].lock);
+    for (int r = 0; r < g.rows; ++r) sums[i].counted[r] += counted[r];
   });
-  for (int r = 0; r < g.rows; ++r) {
-    if (redo[r]) g.z[r] = numerics::reference_z(largest[r], counted[r], 0, 0);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (int r = 0; r < groups[i]->rows; ++r) {
+      if (redo[i][r]) groups[i]->z[r] = numerics::reference_z(sums[i].largest[r], sums[i].counted[r], 0, 0);
+    }
   }
 }
 

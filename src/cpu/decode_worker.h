@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -301,9 +302,11 @@ void score_rows(const Group& g, const int64_t* keys, int count, int level, float
   SplitRow rows[kTile];
   PlainRow low_rows[kTile];
   float scale[kTile];
+  const int64_t page_size = g.params->cache.layout.page_size;
+  plan::HeadPage page{};
   for (int i = 0; i < count; ++i) {
-    const plan::HeadPage page = g.page_of(keys[i]);
     const int64_t slot = g.slot_of(keys[i]);
+    if (i == 0 || keys[i] / page_size != keys[i - 1] / page_size) page = g.page_of(keys[i]);
     rows[i] = {page.k_h + slot * kHalf, level >= 1 ? page.k_l + slot * kHalf : kHalfPlane.bytes};
     prefetch(rows[i].h, kHalf);
     if (level >= 1) prefetch(rows[i].l, kHalf);
@@ -319,21 +322,42 @@ void score_rows(const Group& g, const int64_t* keys, int count, int level, float
     rows[padded] = rows[0];
     low_rows[padded] = low_rows[0];
   }
-  RowTile<int32_t> first(g.rows), second(g.rows);
+  int32_t first[kMaxRows * kTile], second[kMaxRows * kTile];  // (G, 64)
   if (level == 0) {
-    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, first[0]);
+    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, first);
   } else {
-    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, first[0]);
+    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, first);
   }
-  if (level == 2) Ops::template dots<true>(low_rows, padded, q.a.data(), q.b.data(), q.sum, g.rows, second[0]);
+  if (level == 2) Ops::template dots<true>(low_rows, padded, q.a.data(), q.b.data(), q.sum, g.rows, second);
   for (int r = 0; r < g.rows; ++r) {
+    const int32_t *d1 = first + r * kTile, *d2 = second + r * kTile;
+    float* out = logits + r * kTile;
     const float unit = level == 0 ? q.scale[r] : numerics::mul(q.scale[r], 0x1p-8f);
-    for (int i = 0; i < count; ++i) {
-      const float f = level == 2 ? logit_2(q.scale[r], first[r][i], second[r][i])
-                                 : numerics::mul(static_cast<float>(first[r][i]), unit);
-      logits[r * kTile + i] = numerics::mul(f, scale[i]);
+    if (level == 2) {
+      for (int i = 0; i < count; ++i) out[i] = numerics::mul(logit_2(q.scale[r], d1[i], d2[i]), scale[i]);
+    } else {
+      for (int i = 0; i < count; ++i) out[i] = numerics::mul(numerics::mul(static_cast<float>(d1[i]), unit), scale[i]);
     }
   }
+}
+
+inline float largest_logit(const float* logits, int count) {
+  // Integers that order like the floats, NaN above all, so that the loop runs in vectors.
+  int32_t most = std::numeric_limits<int32_t>::min();
+  for (int i = 0; i < count; ++i) {
+    const int32_t bits = static_cast<int32_t>(numerics::bits_of(logits[i]));
+    const int32_t ordered = logits[i] != logits[i] ? 0x7FC00000 : bits ^ (bits >> 31 & 0x7FFFFFFF);
+    most = std::max(most, ordered);
+  }
+  if (count == 0) return -std::numeric_limits<float>::infinity();
+  return numerics::float_of(static_cast<uint32_t>(most ^ (most >> 31 & 0x7FFFFFFF)));
+}
+
+template <class Ops>
+int64_t sum_weights(const float* logits, int count, float largest) {
+  alignas(64) float x[kTile] = {};
+  for (int i = 0; i < count; ++i) x[i] = numerics::sub(logits[i], largest);
+  return Ops::weigh(~uint64_t{0} >> (kTile - count), x);
 }
 
 /// Picks the operations for the head dim.
@@ -349,6 +373,12 @@ void score_keys(const Group& group, const int64_t* keys, int count, int level, f
   if (group.head_dim == 64) return score_rows<Ops<64>>(group, keys, count, level, logits);
   if (group.head_dim == 128) return score_rows<Ops<128>>(group, keys, count, level, logits);
   score_rows<Ops<256>>(group, keys, count, level, logits);
+}
+
+/// The kernels of a set of operations.
+template <template <int> class Ops>
+DecodeKernels kernels_of() {
+  return {sum_range<Ops>, score_keys<Ops>, largest_logit, sum_weights<Ops<64>>};
 }
 
 }  // namespace
