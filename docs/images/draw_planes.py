@@ -32,7 +32,7 @@ def one_row() -> list[str]:
         colour = INK if name == "b" else "white"
         shapes.append(text(left + (start + bits / 2) * unit, top + 22, f"{name}: {bits} bits", 13, "middle", colour))
         start += bits
-    readings = (("bits=4", 4, "16 h + 8"), ("bits=8", 8, "a = 16 h + l"), ("bits=16", 16, "a + b / 256"))
+    readings = (("bits=4", 4, "16 h + 7.5"), ("bits=8", 8, "a = 16 h + l"), ("bits=16", 16, "a + b / 256"))
     for i, (name, bits, reading) in enumerate(readings):
         y = top + 52 + 22 * i
         shapes += [line(left, y, left + bits * unit, y), line(left + bits * unit, y - 5, left + bits * unit, y + 5)]

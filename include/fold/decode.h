@@ -45,7 +45,7 @@ struct DecodeResults {
   TensorView lse;            ///< (B, H, T) f32, natural log, contiguous
   TensorView kept_fraction;  ///< (B, T, H) f32, contiguous: keys whose V was read / visible keys
   TensorView dropped_mass;   ///< (B, T, H) f32, contiguous: share of the denominator held by dropped keys
-  TensorView recomputed;     ///< (B, T, H) u8, contiguous: 1 where the reference was wrong and the row ran again
+  TensorView recomputed;     ///< (B, T, H) u8, contiguous: 1 where the reference or the value grid was wrong and the row ran again
   TensorView bytes_read;     ///< (B, T, HK) i64, contiguous: cache bytes the token's rows needed
 };
 
@@ -55,9 +55,10 @@ FOLD_API void decode(const CacheStorage& cache, const DecodeArgs& args, const De
 /// length. Partials over disjoint ranges add to the bits of the whole.
 struct Partial {
   TensorView numerator;    ///< (B, T, H, D) i64, rotated channels, unit E 2^-42
-  TensorView denominator;  ///< (B, T, H) i64, unit 2^-26
-  TensorView grid;  ///< (B, T, H, 2) f32: the declared reference Z (log2) and E; NaN for a poisoned row, (-inf, 0) for
-                    ///< a row without keys
+  TensorView denominator;  ///< (B, T, H, 3) i64: sums of weights (unit 2^-26), of weights times V's scales (unit
+                           ///< E 2^-26), visible keys
+  TensorView grid;  ///< (B, T, H, 3) f32: the declared reference Z (log2), E and the row's spread (log2 of its effective
+                    ///< number of keys); NaN for a poisoned row, (-inf, 0, 0) for a row without keys
 };
 
 FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t begin, int64_t end,
@@ -66,10 +67,9 @@ FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t
 /// into += other. Throws if their grids differ.
 FOLD_API void add_partials(const Partial& into, const Partial& other);
 
-/// Normalises and rotates back. sinks as in DecodeArgs (counted here, once). A row whose reference was wrong (its
-/// denominator is out of range) comes back as NaN with valid = 0: it has to be computed by decode(), which then runs
-/// all of the token's rows on that KV head again; the valid ones among them may differ from those returned here in
-/// rounding. out (B, T, H, D), lse (B, H, T) f32 or undefined, valid (B, T, H) u8 or undefined.
+/// Normalises and rotates back. sinks as in DecodeArgs (counted here, once). A row whose reference or grid was wrong
+/// (docs/numerics.md, section 8: it is not done) comes back as NaN with valid = 0 and has to be computed by decode();
+/// the others have decode()'s bits. out (B, T, H, D), lse (B, H, T) f32 or undefined, valid (B, T, H) u8 or undefined.
 FOLD_API void finish(const Partial& partial, const TensorView& sinks, const TensorView& out, const TensorView& lse,
                      const TensorView& valid);
 

@@ -25,8 +25,8 @@ class Partial(NamedTuple):
     """
 
     numerator: Tensor  #: (B, T, H, D) int64, rotated channels
-    denominator: Tensor  #: (B, T, H) int64, unit 2^-26
-    grid: Tensor  #: (B, T, H, 2) float32: the declared reference Z (log2) and the value grid E
+    denominator: Tensor  #: (B, T, H, 3) int64: sums of weights (unit 2^-26), of weights times V's scales, visible keys
+    grid: Tensor  #: (B, T, H, 3) float32: the declared reference Z (log2), the value grid E, the row's spread (log2)
 
 
 def fold_attn_with_kvcache(
@@ -90,8 +90,9 @@ def fold_attn_with_kvcache(
     Returns:
         out, shape of q; a tuple of out and what else was asked for: lse (batch, n_heads) or (batch, n_heads, T),
         float32, natural log; info, a mapping of `kept_fraction` (keys whose V was read), `dropped_mass` (share of the
-        softmax that belongs to the others), `recomputed` (bool: the sampled reference was wrong and the row ran
-        again), each (batch, n_heads) or (batch, T, n_heads), and `bytes_read` (batch, [T,] n_kv_heads) int64.
+        softmax that belongs to the others), `recomputed` (bool: the sampled reference or the value grid was wrong and
+        the row ran again), each (batch, n_heads) or (batch, T, n_heads), and `bytes_read` (batch, [T,] n_kv_heads)
+        int64.
         A row without keys, and padding, has out 0 and lse -inf.
 
     Raises:
@@ -203,8 +204,8 @@ def partial_attention(
     pages, lengths = cache.tables(ids) if block_table is None else (block_table, _lengths(cache_seqlens, query))
     partial = Partial(
         q.new_empty((b, t, h, d), dtype=torch.int64),
-        q.new_empty((b, t, h), dtype=torch.int64),
-        q.new_empty((b, t, h, 2), dtype=torch.float32),
+        q.new_empty((b, t, h, 3), dtype=torch.int64),
+        q.new_empty((b, t, h, 3), dtype=torch.float32),
     )
     lib.partial(
         query,
@@ -247,8 +248,8 @@ def finish(
 
     Returns:
         out (B, T, H, D) with the bits of `fold_attn_with_kvcache`; lse (B, H, T) float32, natural log; valid (B, T, H)
-        bool. A row whose sampled reference was wrong is not valid and NaN: `fold_attn_with_kvcache` computes it, and
-        with it the other rows of the token on that KV head, whose bits are then not those returned here.
+        bool. A row whose sampled reference or value grid was wrong is not valid and NaN: `fold_attn_with_kvcache`
+        computes it.
     """
     b, t, h, _ = partial.numerator.shape
     out = partial.numerator.new_empty(partial.numerator.shape, dtype=out_dtype)

@@ -161,8 +161,8 @@ PartialView checked_partial(const Partial& partial, int64_t batch, int64_t token
     fail_value("partial", "an incomplete one", "numerator, denominator and grid are required");
   }
   return {result<int64_t>("numerator", partial.numerator, DType::i64, {batch, tokens, heads, head_dim}),
-          result<int64_t>("denominator", partial.denominator, DType::i64, {batch, tokens, heads}),
-          result<float>("grid", partial.grid, DType::f32, {batch, tokens, heads, 2})};
+          result<int64_t>("denominator", partial.denominator, DType::i64, {batch, tokens, heads, 3}),
+          result<float>("grid", partial.grid, DType::f32, {batch, tokens, heads, 3})};
 }
 
 PartialView checked_partial(const Partial& partial) {
@@ -176,7 +176,7 @@ PartialView checked_partial(const Partial& partial) {
 /// E of every row that has a sum is a power of two, as decode makes them.
 void check_grid(const PartialView& partial, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i) {
-    const float z = partial.grid[2 * i], e = partial.grid[2 * i + 1];
+    const float z = partial.grid[3 * i], e = partial.grid[3 * i + 1];
     const bool empty = std::isinf(z) && z < 0 && e == 0;
     int exponent = 0;
     if (empty || std::isnan(e) || (std::isfinite(e) && e >= numerics::kMinScale && std::frexp(e, &exponent) == 0.5f)) {
@@ -236,17 +236,17 @@ void add_partials(const Partial& into, const Partial& other) {
   const PartialView a = checked_partial(into), b = checked_partial(other);
   for (int i = 0; i < 4; ++i)
     require_size("numerator", other.numerator, i, into.numerator.shape[i], "the other partial's shape");
-  const int64_t rows = into.denominator.numel(), d = into.numerator.shape[3];
-  for (int64_t i = 0; i < 2 * rows; ++i) {
+  const int64_t d = into.numerator.shape[3], rows = into.numerator.numel() / d;
+  for (int64_t i = 0; i < 3 * rows; ++i) {
     if (a.grid[i] != b.grid[i] && !(std::isnan(a.grid[i]) && std::isnan(b.grid[i]))) {
-      fail_value("grid of row " + std::to_string(i / 2), std::to_string(b.grid[i]),
+      fail_value("grid of row " + std::to_string(i / 3), std::to_string(b.grid[i]),
                  "partials add on one grid: " + std::to_string(a.grid[i]));
     }
   }
   const auto add = [](int64_t& x, int64_t y) {
     x = static_cast<int64_t>(static_cast<uint64_t>(x) + static_cast<uint64_t>(y));
   };
-  for (int64_t i = 0; i < rows; ++i) add(a.denominator[i], b.denominator[i]);
+  for (int64_t i = 0; i < 3 * rows; ++i) add(a.denominator[i], b.denominator[i]);
   for (int64_t i = 0; i < rows * d; ++i) add(a.numerator[i], b.numerator[i]);
 }
 

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <mutex>
@@ -22,19 +23,23 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 bool row_is_nan(const Group& g, int r) { return g.poisoned[r] || !numerics::is_finite(g.z[r]); }
 
+/// Of a head, in log2 units; -inf without one.
+float sink_of(const float* sinks, int64_t head) {
+  return sinks == nullptr ? -kInf : numerics::mul(sinks[head], numerics::kLog2E);
+}
+
 /// Section 8: a row's fp32 output (D,) and natural-log LSE from its sums. NaN if the reference did not hold.
-float finish_row(const int64_t* num, int64_t den, float z, int e_exponent, int64_t head_dim, float* out) {
-  if (!numerics::reference_holds(den)) {
+/// sink: relative to z.
+float finish_row(const int64_t* num, int64_t den, float sink, float z, int e_exponent, int64_t head_dim, float* out) {
+  if (!numerics::reference_holds(den) || std::isnan(sink)) {
     std::fill_n(out, head_dim, kNan);
     return kNan;
   }
-  for (int64_t c = 0; c < head_dim; ++c) out[c] = numerics::finish_channel(num[c], den, e_exponent);
+  const double total = numerics::with_sink(den, sink);
+  for (int64_t c = 0; c < head_dim; ++c) out[c] = numerics::finish_channel(num[c], total, e_exponent);
   numerics::rotate(out, static_cast<int>(head_dim));
-  return numerics::finish_lse(z, den);
+  return numerics::finish_lse(z, total, sink);
 }
-
-/// The row's denominator with its sink (docs/numerics.md, section 8).
-int64_t total(const Group& g, int r) { return g.den[r] + sink_weight(g.sink(r), g.z[r]); }
 
 void merge(Group& g, const RangeSums& sums) {
   for (size_t i = 0; i < g.num.size(); ++i) {
@@ -42,21 +47,40 @@ void merge(Group& g, const RangeSums& sums) {
   }
   for (int r = 0; r < g.rows; ++r) {
     g.den[r] += sums.den[r];
+    g.mass[r] += sums.mass[r];
     g.dropped[r] += sums.dropped[r];
+    g.values_read[r] += sums.values_read;
+    g.peak[r] = std::max(g.peak[r], sums.peak[r]);
   }
-  g.values_read += sums.values_read;
   g.bytes += sums.bytes;
+}
+
+/// Keys that a token sees among [begin, end).
+int64_t visible_within(const Group& g, int64_t begin, int64_t end) {
+  int64_t keys = 0;
+  for (int64_t tile = std::max(g.first, begin) / kTile; tile < g.tiles() && tile * kTile < end; ++tile)
+    keys += std::popcount(g.visible_mask(tile));
+  return keys;
 }
 
 /// Adds up the groups' visible keys within [key_begin, key_end), `splits` ranges a group, in parallel.
 void sum_groups(const std::vector<Group*>& groups, int64_t splits, const DecodeKernels& kernels) {
   std::vector<std::mutex> locks(groups.size());
-  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
+  const int64_t items = static_cast<int64_t>(groups.size()) * splits;
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t item = 0; item < items; ++item) {
+    Group& g = *groups[item / splits];
+    const DecodeParams& p = *g.params;
+    const int64_t first = std::max(g.first, p.key_begin) / kTile;
+    const int64_t last = std::min(g.tiles(), p.key_end / kTile + (p.key_end % kTile != 0 ? 1 : 0));
+    const int64_t split = item % splits, tiles = std::max<int64_t>(0, last - first);
+    const int64_t begin = first + tiles * split / splits, end = first + tiles * (split + 1) / splits;
+    if (begin >= end) continue;
     RangeSums sums;
-    kernels.sum_range(*groups[i], begin, end, sums);
-    const std::lock_guard<std::mutex> lock(locks[i]);
-    merge(*groups[i], sums);
-  });
+    kernels.sum_range(g, begin, end, sums);
+    const std::lock_guard<std::mutex> lock(locks[item / splits]);
+    merge(g, sums);
+  }
 }
 
 int64_t most_tiles(const DecodeParams& p) {
@@ -69,29 +93,42 @@ plan::DecodePlan plan_for(const DecodeParams& p, int64_t groups) {
   return plan::plan_decode(groups, most_tiles(p), omp_get_max_threads(), p.splits);
 }
 
-/// Section 8: rows whose reference did not hold run again, the second time with every gate open.
-void recompute(const std::vector<Group*>& groups, const DecodeParams& p, const DecodeKernels& kernels) {
-  for (int attempt = 0; attempt < 2; ++attempt) {
-    std::vector<Group*> again;
-    std::vector<Rows> redo;
+/// Section 8: whether a row has to run again, and if so from which reference and E.
+bool correct_row(Group& g, int r) {
+  if (row_is_nan(g, r)) return false;
+  const numerics::RowMass row{g.den[r], g.mass[r], g.visible(), g.peak[r]};
+  if (!numerics::reference_holds(row.den)) {
+    g.z[r] = numerics::corrected_z(g.z[r], row);
+  } else {
+    const int bits = numerics::finer_bits(row, g.spread[r], g.shrunk[r]);
+    if (bits == 0) return false;
+    g.e_exponent[r] -= bits;
+    g.shrunk[r] += bits;
+  }
+  return g.recomputed[r] = true;
+}
+
+/// Rows that are not done run again, as groups of their own.
+void run_again(const std::vector<Group*>& groups, const DecodeParams& p, const DecodeKernels& kernels) {
+  struct Part {
+    Group* home;
+    std::vector<int> rows;
+    Group group;
+  };
+  for (int run = 1; run < numerics::kMaxRuns; ++run) {
+    std::vector<Part> parts;
     for (Group* g : groups) {
-      Rows rows;
-      for (int r = 0; r < g->rows; ++r) rows[r] = !row_is_nan(*g, r) && !numerics::reference_holds(total(*g, r));
-      if (rows.none()) continue;
-      again.push_back(g);
-      redo.push_back(rows);
-    }
-    if (again.empty()) return;
-    const int64_t splits = plan_for(p, static_cast<int64_t>(again.size())).splits;
-    if (attempt == 0) exact_references(again, redo, splits, kernels);
-    for (size_t i = 0; i < again.size(); ++i) {
-      for (int r = 0; r < again[i]->rows; ++r) {
-        again[i]->recomputed[r] |= redo[i][r];
-        if (attempt > 0) again[i]->gates[r] = numerics::kOpenGates;
+      std::vector<int> rows;
+      for (int r = 0; r < g->rows; ++r) {
+        if (correct_row(*g, r)) rows.push_back(r);
       }
-      clear_sums(*again[i]);
+      if (!rows.empty()) parts.push_back({g, rows, select(*g, rows)});
     }
-    sum_groups(again, splits, kernels);
+    if (parts.empty()) return;
+    std::vector<Group*> again;
+    for (Part& part : parts) again.push_back(&part.group);
+    sum_groups(again, plan_for(p, static_cast<int64_t>(again.size())).splits, kernels);
+    for (const Part& part : parts) put_back(part.group, part.rows, *part.home);
   }
 }
 
@@ -107,27 +144,29 @@ void write_group(const Group& g, bool seen) {
       const bool sums = seen && !nan;
       for (int c = 0; c < g.head_dim; ++c)
         p.numerator[at * g.head_dim + c] = sums ? g.num[static_cast<size_t>(r) * g.head_dim + c] : 0;
-      p.denominator[at] = sums ? g.den[r] : 0;
-      p.grid[2 * at] = nan ? kNan : seen ? g.z[r] : -kInf;
-      p.grid[2 * at + 1] = nan ? kNan : seen ? std::ldexp(1.0f, g.e_exponent) : 0.0f;
+      p.denominator[3 * at] = sums ? g.den[r] : 0;
+      p.denominator[3 * at + 1] = sums ? g.mass[r] : 0;
+      p.denominator[3 * at + 2] = sums ? visible_within(g, p.key_begin, p.key_end) : 0;
+      p.grid[3 * at] = nan ? kNan : seen ? g.z[r] : -kInf;
+      p.grid[3 * at + 1] = nan ? kNan : seen ? std::ldexp(1.0f, g.e_exponent[r]) : 0.0f;
+      p.grid[3 * at + 2] = nan ? kNan : seen ? g.spread[r] : 0.0f;
       continue;
     }
-    const int64_t den = seen && !nan ? total(g, r) : 0;
+    const int64_t den = seen && !nan ? g.den[r] : 0;
+    const float sink = numerics::sub(sink_of(p.sinks, head), g.z[r]);
     float row[numerics::kMaxHeadDim] = {};
-    const float lse =
-        seen ? finish_row(&g.num[static_cast<size_t>(r) * g.head_dim], den, g.z[r], g.e_exponent, g.head_dim, row)
-             : -kInf;
-    const bool holds = seen && numerics::reference_holds(den);
+    const float lse = seen ? finish_row(&g.num[static_cast<size_t>(r) * g.head_dim], den, sink, g.z[r], g.e_exponent[r],
+                                        g.head_dim, row)
+                           : -kInf;
     store_row(row, g.head_dim, p.out, p.out_dtype,
               g.batch * p.out_stride_b + g.token * p.out_stride_t + head * p.out_stride_h);
     if (p.lse != nullptr) p.lse[(g.batch * p.heads + head) * p.tokens + g.token] = lse;
     const double visible = seen ? static_cast<double>(g.visible()) : 1.0;
     if (p.kept_fraction != nullptr)
-      p.kept_fraction[at] = seen ? static_cast<float>(static_cast<double>(g.values_read) / visible) : 0;
+      p.kept_fraction[at] = seen ? static_cast<float>(static_cast<double>(g.values_read[r]) / visible) : 0;
     if (p.dropped_mass != nullptr) {
-      p.dropped_mass[at] = holds  ? static_cast<float>(static_cast<double>(g.dropped[r]) / static_cast<double>(den))
-                           : seen ? kNan
-                                  : 0;
+      const double dropped = static_cast<double>(g.dropped[r]) / numerics::with_sink(den, sink);
+      p.dropped_mass[at] = std::isnan(lse) ? kNan : seen ? static_cast<float>(dropped) : 0;
     }
     if (p.recomputed != nullptr) p.recomputed[at] = seen && g.recomputed[r];
   }
@@ -156,7 +195,7 @@ void decode(const DecodeParams& p) {
       if (seen[i]) live.push_back(&groups[i]);
     }
     sum_groups(live, plan.splits, kernels);
-    if (p.numerator == nullptr) recompute(live, p, kernels);
+    if (p.numerator == nullptr) run_again(live, p, kernels);
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < size; ++i) write_group(groups[i], seen[i] != 0);
   }
@@ -166,19 +205,22 @@ void finish(const FinishParams& p) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < p.batch * p.tokens * p.heads; ++i) {
     const int64_t b = i / (p.tokens * p.heads), t = i / p.heads % p.tokens, h = i % p.heads;
-    const float z = p.grid[2 * i], e = p.grid[2 * i + 1];
+    const float z = p.grid[3 * i], e = p.grid[3 * i + 1], spread = p.grid[3 * i + 2];
     const bool empty = std::isinf(z) && e == 0;  // a row that sees no key
     float row[numerics::kMaxHeadDim] = {};
     float lse = -kInf;
-    int64_t den = 0;
+    bool done = true;
     if (!empty) {
-      const float sink = p.sinks != nullptr ? numerics::mul(p.sinks[h], numerics::kLog2E) : -kInf;
-      den = std::isfinite(z) ? p.denominator[i] + sink_weight(sink, z) : 0;
-      lse = finish_row(p.numerator + i * p.head_dim, den, z, std::isfinite(e) ? std::ilogb(e) : 0, p.head_dim, row);
+      const int64_t* sums = p.denominator + 3 * i;
+      const numerics::RowMass mass{sums[0], sums[1], sums[2], 0};
+      done = std::isfinite(z) && numerics::reference_holds(mass.den) && numerics::finer_bits(mass, spread, 0) == 0;
+      const float sink = numerics::sub(sink_of(p.sinks, h), z);
+      lse = finish_row(p.numerator + i * p.head_dim, done ? mass.den : 0, sink, z, done ? std::ilogb(e) : 0, p.head_dim,
+                       row);
     }
     store_row(row, p.head_dim, p.out, p.out_dtype, b * p.out_stride_b + t * p.out_stride_t + h * p.out_stride_h);
     if (p.lse != nullptr) p.lse[(b * p.heads + h) * p.tokens + t] = lse;
-    if (p.valid != nullptr) p.valid[i] = empty || numerics::reference_holds(den);
+    if (p.valid != nullptr) p.valid[i] = done;
   }
 }
 

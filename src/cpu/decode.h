@@ -9,8 +9,8 @@ void decode(const plan::DecodeParams& params);
 /// Partial sums to outputs. B requests, T tokens, H heads, D head dim.
 struct FinishParams {
   const int64_t* numerator;    // (B, T, H, D)
-  const int64_t* denominator;  // (B, T, H)
-  const float* grid;           // (B, T, H, 2): Z, E
+  const int64_t* denominator;  // (B, T, H, 3), as in DecodeParams
+  const float* grid;           // (B, T, H, 3)
   const float* sinks;          // (H,) or null
   int64_t batch, tokens, heads, head_dim;
   void* out;  // (B, T, H, D)

@@ -58,11 +58,11 @@ struct Avx512Ops : GenericOps<D> {
         }
       }
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {  // codes times 16 are 120 above R_h / 256
-        const __m512i offset = _mm512_set1_epi32(120 * q.sum_a[first + r]);
+      for (int r = 0; r < R; ++r) {  // codes times 32 are 241 above 32 h + 15
+        const __m512i offset = _mm512_set1_epi32(241 * q.sum_a[first + r]);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
-          const __m512i product = _mm512_sub_epi32(_mm512_slli_epi32(sum[r][g], 4), offset);
+          const __m512i product = _mm512_sub_epi32(_mm512_slli_epi32(sum[r][g], 5), offset);
           _mm512_store_si512(d0 + (first + r) * kTile + kLanes * g, product);
         }
       }
@@ -161,15 +161,15 @@ struct Avx512Ops : GenericOps<D> {
     return wanted;
   }
 
-  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, int rows) {
+  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, float deeper, int rows) {
     ValueKeys keys;
     for (int k = 0; k < kTile; k += kLanes) {
       __mmask16 h = 0, l = 0, b = 0;
       for (int r = 0; r < rows; ++r) {
         const __m512 below = _mm512_xor_ps(_mm512_loadu_ps(x + r * kTile + k), _mm512_set1_ps(-0.0f));
-        h = _kor_mask16(h, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_h), _CMP_LE_OQ));
-        l = _kor_mask16(l, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_l), _CMP_LE_OQ));
-        b = _kor_mask16(b, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_b), _CMP_LE_OQ));
+        h = _kor_mask16(h, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_h + deeper), _CMP_LE_OQ));
+        l = _kor_mask16(l, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_l + deeper), _CMP_LE_OQ));
+        b = _kor_mask16(b, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_b + deeper), _CMP_LE_OQ));
       }
       keys.h |= static_cast<uint64_t>(h) << k;
       keys.l |= static_cast<uint64_t>(l) << k;
@@ -179,11 +179,14 @@ struct Avx512Ops : GenericOps<D> {
   }
 
   /// The same operations as GenericOps::weigh, 16 keys at a time (numerics/exp2.h).
-  static int64_t weigh(uint64_t visible, float* x) {
+  static int64_t weigh(uint64_t visible, uint64_t read, float* x, float* peak) {
     const auto constant = [](float c) { return _mm512_set1_ps(c); };
     __m512i sum = _mm512_setzero_si512();
+    __m512 largest = _mm512_loadu_ps(peak);
     for (int k = 0; k < kTile; k += kLanes) {
-      __m512 v = _mm512_max_ps(_mm512_loadu_ps(x + k), constant(numerics::kExp2Min));  // a NaN becomes the minimum
+      __m512 v = _mm512_loadu_ps(x + k);
+      largest = _mm512_mask_max_ps(largest, static_cast<__mmask16>(read >> k), largest, v);
+      v = _mm512_max_ps(v, constant(numerics::kExp2Min));  // a NaN becomes the minimum
       v = _mm512_min_ps(v, constant(numerics::kExp2Max));
       const __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
       const __m512 f = _mm512_sub_ps(v, n);
@@ -197,6 +200,7 @@ struct Avx512Ops : GenericOps<D> {
       _mm512_storeu_ps(x + k, value);
       sum = _mm512_add_epi64(sum, pair_sums(_mm512_maskz_cvtps_epu32(static_cast<__mmask16>(visible >> k), value)));
     }
+    _mm512_storeu_ps(peak, largest);
     return _mm512_reduce_add_epi64(sum);
   }
 
@@ -254,11 +258,18 @@ struct Avx512Ops : GenericOps<D> {
     return _mm512_mask_expand_epi32(next, keys, next);  // zeroing would wait for the register's last user
   }
 
-  static void value_weights(const float* scaled, const float* share, uint32_t* weights) {
+  static ValueMass value_weights(const float* scaled, const float* scale, float unit, uint64_t read, uint64_t half,
+                                 uint32_t* weights) {
+    __m512i all = _mm512_setzero_si512(), halved = all;
     for (int k = 0; k < kTile; k += kLanes) {
-      const __m512 w = _mm512_mul_ps(_mm512_loadu_ps(scaled + k), _mm512_loadu_ps(share + k));
-      _mm512_storeu_si512(weights + k, _mm512_cvtps_epu32(w));  // saturates
+      const __m512 share = _mm512_mul_ps(_mm512_loadu_ps(scale + k), _mm512_set1_ps(unit));
+      const __m512 w = _mm512_mul_ps(_mm512_loadu_ps(scaled + k), share);
+      const __m512i rounded = _mm512_maskz_cvtps_epu32(static_cast<__mmask16>(read >> k), w);  // saturates
+      _mm512_storeu_si512(weights + k, rounded);
+      all = _mm512_add_epi64(all, pair_sums(rounded));
+      halved = _mm512_add_epi64(halved, pair_sums(_mm512_maskz_mov_epi32(static_cast<__mmask16>(half >> k), rounded)));
     }
+    return {_mm512_reduce_add_epi64(all), _mm512_reduce_add_epi64(halved)};
   }
 
   static Widths widths(const uint32_t* weights, int rows) {

@@ -43,14 +43,19 @@ void split_query(Group& g) {
   }
 }
 
-/// The largest visible V scale as bf16 bits; NaN (which orders above all) if a visible key is poisoned.
-uint16_t largest_scale(const Group& g) {
+/// The largest visible V scale as bf16 bits; NaN (which orders above all) if a visible key is poisoned. Sets
+/// typical_exponent.
+uint16_t survey_scales(Group& g) {
   uint16_t largest = 0;
+  int64_t exponents = 0, settled = 0;
   for (int64_t tile = g.first / kTile; tile < g.tiles(); ++tile) {
     const plan::HeadPage page = g.page_of(tile * kTile);
     const int64_t slot = g.slot_of(tile * kTile);
     if (tile * kTile >= g.first && tile * kTile + kTile - 1 <= std::min(g.position, g.draft - 1)) {
-      largest = std::max(largest, page.bound[slot / kTile]);
+      const uint16_t bound = page.bound[slot / kTile];
+      largest = std::max(largest, bound);
+      exponents += g.settled(tile) ? numerics::pow2_ceil_exponent(bound) : 0;
+      settled += g.settled(tile);
       continue;
     }
     uint64_t mask = g.visible_mask(tile);
@@ -60,6 +65,7 @@ uint16_t largest_scale(const Group& g) {
           {largest, page.v_scale[at], page.k_scale[at] == numerics::kBf16Nan ? numerics::kBf16Nan : uint16_t{0}});
     }
   }
+  g.typical_exponent = settled > 0 ? numerics::typical_exponent(exponents, settled) : 0;
   return largest;
 }
 
@@ -95,11 +101,6 @@ uint64_t Group::always_mask(int64_t tile) const {
   return first_key / kTile == tile ? uint64_t{1} << (first_key % kTile) : 0;
 }
 
-float Group::sink(int row) const {
-  if (params->sinks == nullptr) return -std::numeric_limits<float>::infinity();
-  return numerics::mul(params->sinks[kv_head * rows + row], numerics::kLog2E);
-}
-
 bool prepare_group(Group& g, const DecodeParams& p, int64_t batch, int64_t token, int64_t kv_head) {
   const CacheLayout& layout = p.cache.layout;
   g.params = &p;
@@ -126,10 +127,11 @@ bool prepare_group(Group& g, const DecodeParams& p, int64_t batch, int64_t token
   g.first = p.window_left < 0 ? 0 : std::max<int64_t>(0, g.position - p.window_left);
 
   split_query(g);
-  const uint16_t largest = largest_scale(g);
+  const uint16_t largest = survey_scales(g);
   const bool bad_key = largest >= 0x7F80;
-  g.e_exponent = bad_key ? 0 : numerics::pow2_ceil_exponent(largest);
   for (int r = 0; r < g.rows; ++r) {
+    g.e_exponent[r] = bad_key ? 0 : numerics::pow2_ceil_exponent(largest);
+    g.shrunk[r] = 0;
     g.poisoned[r] = bad_key || !numerics::is_finite(g.query.scale[r]);
     const float depth =
         p.depth == nullptr
@@ -146,9 +148,46 @@ bool prepare_group(Group& g, const DecodeParams& p, int64_t batch, int64_t token
 
 void clear_sums(Group& g) {
   g.num.assign(static_cast<size_t>(g.rows) * g.head_dim, 0);
-  std::fill_n(g.den, g.rows, 0);
-  std::fill_n(g.dropped, g.rows, 0);
-  g.values_read = g.bytes = 0;
+  for (int64_t* sums : {g.den, g.mass, g.dropped, g.values_read}) std::fill_n(sums, g.rows, 0);
+  std::fill_n(g.peak, g.rows, -std::numeric_limits<float>::infinity());
+  g.bytes = 0;
+}
+
+Group select(const Group& g, const std::vector<int>& rows) {
+  Group part = g;
+  part.rows = static_cast<int>(rows.size());
+  const auto copy = [&](const auto& from, auto& to, int64_t size) {
+    for (size_t i = 0; i < rows.size(); ++i) std::copy_n(&from[rows[i] * size], size, &to[i * size]);
+  };
+  const Query& q = g.query;
+  copy(q.a_split, part.query.a_split, g.head_dim);
+  copy(q.b_split, part.query.b_split, g.head_dim);
+  copy(q.a, part.query.a, g.head_dim);
+  copy(q.b, part.query.b, g.head_dim);
+  copy(q.sum_a, part.query.sum_a, 1);
+  copy(q.sum, part.query.sum, 1);
+  copy(q.scale, part.query.scale, 1);
+  copy(q.margin, part.query.margin, 1);
+  copy(g.z, part.z, 1);
+  copy(g.gates, part.gates, 1);
+  copy(g.poisoned, part.poisoned, 1);
+  copy(g.e_exponent, part.e_exponent, 1);
+  copy(g.fit_shift, part.fit_shift, 1);
+  clear_sums(part);
+  return part;
+}
+
+void put_back(const Group& part, const std::vector<int>& rows, Group& g) {
+  const auto copy = [&](const auto& from, auto& to, int64_t size) {
+    for (size_t i = 0; i < rows.size(); ++i) std::copy_n(&from[i * size], size, &to[rows[i] * size]);
+  };
+  copy(part.num, g.num, g.head_dim);
+  copy(part.den, g.den, 1);
+  copy(part.mass, g.mass, 1);
+  copy(part.dropped, g.dropped, 1);
+  copy(part.values_read, g.values_read, 1);
+  copy(part.peak, g.peak, 1);
+  g.bytes += part.bytes;
 }
 
 }  // namespace fold::cpu

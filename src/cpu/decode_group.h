@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "numerics/block.h"
 #include "numerics/gates.h"
 #include "plan/cache_access.h"
 #include "plan/decode_params.h"
@@ -34,17 +35,22 @@ struct Group {
 
   Query query;
   float z[kMaxRows];
+  float spread[kMaxRows];  // S of section 5
   numerics::Gates gates[kMaxRows];
   bool poisoned[kMaxRows];
   bool recomputed[kMaxRows];
-  int e_exponent;           // E = 2^e_exponent
-  int64_t fit_mark;         // 0: no correction
-  int fit_shift[kMaxRows];  // sh of section 7
+  int e_exponent[kMaxRows];  // E = 2^e_exponent
+  int shrunk[kMaxRows];      // bits by which E is smaller than the bound of section 5
+  int typical_exponent;      // of the settled blocks' bounds (section 6)
+  int64_t fit_mark;          // 0: no correction
+  int fit_shift[kMaxRows];   // sh of section 7
 
   // Sums (section 7), added to by any number of ranges in any order.
   std::vector<int64_t> num;  // (G, D) rotated channels
-  int64_t den[kMaxRows], dropped[kMaxRows];
-  int64_t values_read, bytes;  // keys whose V was read; cache bytes needed
+  int64_t den[kMaxRows], mass[kMaxRows], dropped[kMaxRows];
+  float peak[kMaxRows];
+  int64_t values_read[kMaxRows];  // keys whose V was read
+  int64_t bytes;                  // cache bytes needed
 
   int64_t visible() const { return position - first + 1; }
   int64_t tiles() const { return (last_physical() / kTile) + 1; }
@@ -56,14 +62,24 @@ struct Group {
   plan::HeadPage page_of(int64_t key) const {
     return plan::head_page(params->cache, pages[key / params->cache.layout.page_size], kv_head);
   }
+  /// What a tile's outliers add to the gates of its values.
+  float outlier_depth(int64_t tile, uint16_t bound) const {
+    return settled(tile) ? numerics::outlier_depth(bound, typical_exponent) : 0.0f;
+  }
   int64_t slot_of(int64_t key) const { return key % params->cache.layout.page_size; }
-  float sink(int row) const;  ///< in log2 units; -inf without one
 };
 
-/// Sets up a group: visible keys, query planes, E, gates. False if it sees no key. Leaves z to the caller.
+/// Sets up a group: visible keys, query planes, E, the depth's gates. False if it sees no key. Leaves z, spread and
+/// what the spread does to the gates to sample_reference().
 bool prepare_group(Group& group, const plan::DecodeParams& params, int64_t batch, int64_t token, int64_t kv_head);
 
 /// Clears the sums.
 void clear_sums(Group& group);
+
+/// A group of the given rows alone, without sums.
+Group select(const Group& group, const std::vector<int>& rows);
+
+/// Takes the sums of what was select(group, rows). Bytes read add up.
+void put_back(const Group& part, const std::vector<int>& rows, Group& group);
 
 }  // namespace fold::cpu

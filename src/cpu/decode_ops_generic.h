@@ -33,6 +33,9 @@ struct GenericOps {
     SplitRow keys[kTile];
     for (int k = 0; k < kTile; ++k) keys[k] = {h + k * kHalf, kHalfPlane.bytes};
     dots<false>(keys, kTile, q.a_split.data(), nullptr, q.sum_a, rows, d0);
+    for (int r = 0; r < rows; ++r) {
+      for (int k = 0; k < kTile; ++k) d0[r * kTile + k] = level_0(d0[r * kTile + k], q.sum_a[r]);
+    }
   }
 
   /// Products of keys with query planes: sum key qa, or with `Both` 256 sum key qa + sum key qb. keys: (count,), count
@@ -67,24 +70,27 @@ struct GenericOps {
     return wanted;
   }
 
-  /// Keys that one of the rows asks planes of V of. x: (G, 64).
-  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, int rows) {
+  /// Keys that one of the rows asks planes of V of, its gates opened by `deeper`. x: (G, 64).
+  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, float deeper, int rows) {
     ValueKeys keys;
     for (int r = 0; r < rows; ++r) {
+      const float h = -(gates[r].v_h + deeper), l = -(gates[r].v_l + deeper), b = -(gates[r].v_b + deeper);
       for (int k = 0; k < kTile; ++k) {
         const float value = x[r * kTile + k];
-        keys.h |= static_cast<uint64_t>(value >= -gates[r].v_h) << k;
-        keys.l |= static_cast<uint64_t>(value >= -gates[r].v_l) << k;
-        keys.b |= static_cast<uint64_t>(value >= -gates[r].v_b) << k;
+        keys.h |= static_cast<uint64_t>(value >= h) << k;
+        keys.l |= static_cast<uint64_t>(value >= l) << k;
+        keys.b |= static_cast<uint64_t>(value >= b) << k;
       }
     }
     return keys;
   }
 
-  /// Replaces x[k] by 2^x[k] in fixed point, unrounded. Returns the sum of the visible keys' fix(x[k]).
-  static int64_t weigh(uint64_t visible, float* x) {
+  /// Replaces x[k] by 2^x[k] in fixed point, unrounded. Returns the sum of the visible keys' fix(x[k]). peak: (kLanes,)
+  /// whose largest element is that of the x[k] of the keys `read` so far.
+  static int64_t weigh(uint64_t visible, uint64_t read, float* x, float* peak) {
     int64_t sum = 0;
     for (int k = 0; k < kTile; ++k) {
+      if ((read >> k & 1) != 0) peak[k % kLanes] = std::max(peak[k % kLanes], x[k]);
       const numerics::Exp2 e = numerics::exp2_parts(x[k]);
       x[k] = numerics::mul(e.mantissa, numerics::pow2(e.exponent + numerics::kFraction));
       sum += (visible >> k & 1) != 0 ? numerics::round_u32(x[k]) : 0;
@@ -126,9 +132,18 @@ struct GenericOps {
     }
   }
 
-  /// weights[k] = fix(x[k], share[k]) from the unrounded 2^x (scaling by a power of two commutes with rounding).
-  static void value_weights(const float* scaled, const float* share, uint32_t* weights) {
-    for (int k = 0; k < kTile; ++k) weights[k] = numerics::round_u32(numerics::mul(scaled[k], share[k]));
+  /// weights[k] = fix(x[k], scale[k] / E) from the unrounded 2^x (scaling by a power of two commutes with rounding) for
+  /// the keys `read`, 0 for others. unit: 1 / E; half: those of the keys read to plane h alone.
+  static ValueMass value_weights(const float* scaled, const float* scale, float unit, uint64_t read, uint64_t half,
+                                 uint32_t* weights) {
+    ValueMass mass;
+    for (int k = 0; k < kTile; ++k) {
+      const uint32_t w = numerics::round_u32(numerics::mul(scaled[k], numerics::mul(scale[k], unit)));
+      weights[k] = (read >> k & 1) != 0 ? w : 0;
+      mass.all += weights[k];
+      mass.half += (half >> k & 1) != 0 ? weights[k] : 0;
+    }
+    return mass;
   }
 
   /// weights: (G, 64)

@@ -8,7 +8,8 @@ namespace fold::cpu {
 /// Sums of one range of tiles, merged into the group by the caller.
 struct RangeSums {
   std::vector<int64_t> num;  // (G, D)
-  int64_t den[kMaxRows], dropped[kMaxRows];
+  int64_t den[kMaxRows], mass[kMaxRows], dropped[kMaxRows];
+  float peak[kMaxRows];
   int64_t values_read, bytes;
 };
 
@@ -18,12 +19,6 @@ struct DecodeKernels {
 
   /// Logits of `count` (<= 64) visible keys at `level`. keys: (count,) physical; logits: (G, 64).
   void (*score_keys)(const Group& group, const int64_t* keys, int count, int level, float* logits);
-
-  /// The largest logit, NaN if one is; -inf without any.
-  float (*largest)(const float* logits, int count);
-
-  /// Sum of fix(logits[i] - largest), docs/numerics.md, section 4. logits: (count,), count <= 64.
-  int64_t (*sum_weights)(const float* logits, int count, float largest);
 };
 
 DecodeKernels decode_kernels_portable();

@@ -1,11 +1,8 @@
 #include "cpu/decode_reference.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <functional>
-#include <limits>
-#include <mutex>
 
 #include "numerics/reference.h"
 
@@ -16,30 +13,10 @@ using numerics::kNewest;
 using numerics::kSamples;
 using numerics::kTrimmed;
 
-/// -inf never stands for a row's largest logit: an all -inf row counts as not finite through its Z.
+/// A NaN stays, so that it reaches Z.
 float larger(float a, float b) { return b > a || std::isnan(b) ? b : a; }
 
-/// Logits of the visible keys of a range at the finest level, 64 keys a call of f(logits (G, 64), count).
-template <class F>
-void walk_logits(const Group& g, const DecodeKernels& kernels, int64_t tile_begin, int64_t tile_end, F f) {
-  const int level = g.params->cache.layout.k_bits == 16 ? 2 : g.params->cache.layout.k_bits == 8 ? 1 : 0;
-  std::vector<float> logits(static_cast<size_t>(g.rows) * kTile);
-  for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
-    int64_t keys[kTile];
-    int count = 0;
-    for (uint64_t mask = g.visible_mask(tile); mask != 0; mask &= mask - 1)
-      keys[count++] = tile * kTile + std::countr_zero(mask);
-    if (count == 0) continue;
-    kernels.score_keys(g, keys, count, level, logits.data());
-    f(logits.data(), count);
-  }
-}
-
 }  // namespace
-
-int64_t sink_weight(float sink_log2, float reference) {
-  return std::isinf(sink_log2) && sink_log2 < 0 ? 0 : numerics::fix(numerics::sub(sink_log2, reference));
-}
 
 void sample_reference(Group& g, const DecodeKernels& kernels) {
   const int64_t n = g.visible(), rest = n > numerics::kScoredKeys ? n - 1 - kNewest : 0;
@@ -62,58 +39,22 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
   }
   for (int r = 0; r < g.rows; ++r) {
     if (g.poisoned[r]) {
-      g.z[r] = numerics::quiet_nan();
+      g.z[r] = g.spread[r] = numerics::quiet_nan();
       continue;
     }
     float* row = &logits[r * keys.size()];
-    float largest = g.sink(r);
-    for (size_t i = 0; i < keys.size(); ++i) largest = larger(largest, row[i]);
-    int64_t counted = sink_weight(g.sink(r), largest), extrapolated = 0;
+    float largest = row[0];
+    for (size_t i = 1; i < keys.size(); ++i) largest = larger(largest, row[i]);
     if (sampled > 0) std::partial_sort(row, row + kTrimmed, row + sampled, std::greater<float>());
+    numerics::ScoreSums counted, extrapolated;
     for (size_t i = 0; i < keys.size(); ++i) {
-      (i >= kTrimmed && i < sampled ? extrapolated : counted) += numerics::fix(numerics::sub(row[i], largest));
+      numerics::add_score(i >= kTrimmed && i < sampled ? extrapolated : counted,
+                          numerics::fix(numerics::sub(row[i], largest)));
     }
-    g.z[r] = numerics::add(numerics::reference_z(largest, counted, extrapolated, rest), g.params->reference_shift);
-  }
-}
-
-void exact_references(const std::vector<Group*>& groups, const std::vector<Rows>& redo, int64_t splits,
-                      const DecodeKernels& kernels) {
-  struct Sums {
-    std::mutex lock;
-    float largest[kMaxRows];    // logit
-    int64_t counted[kMaxRows];  // sum of fix(logit - largest)
-  };
-  std::vector<Sums> sums(groups.size());
-  for (size_t i = 0; i < groups.size(); ++i) {
-    for (int r = 0; r < groups[i]->rows; ++r) sums[i].largest[r] = groups[i]->sink(r);
-  }
-  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
-    const Group& g = *groups[i];
-    float largest[kMaxRows];
-    std::fill_n(largest, g.rows, -std::numeric_limits<float>::infinity());
-    walk_logits(g, kernels, begin, end, [&](const float* logits, int count) {
-      for (int r = 0; r < g.rows; ++r) largest[r] = larger(largest[r], kernels.largest(logits + r * kTile, count));
-    });
-    const std::lock_guard<std::mutex> guard(sums[i].lock);
-    for (int r = 0; r < g.rows; ++r) sums[i].largest[r] = larger(sums[i].largest[r], largest[r]);
-  });
-  for (size_t i = 0; i < groups.size(); ++i) {
-    for (int r = 0; r < groups[i]->rows; ++r) sums[i].counted[r] = sink_weight(groups[i]->sink(r), sums[i].largest[r]);
-  }
-  for_ranges(groups, splits, [&](int64_t i, int64_t begin, int64_t end) {
-    const Group& g = *groups[i];
-    int64_t counted[kMaxRows] = {};
-    walk_logits(g, kernels, begin, end, [&](const float* logits, int count) {
-      for (int r = 0; r < g.rows; ++r) counted[r] += kernels.sum_weights(logits + r * kTile, count, sums[i].largest[r]);
-    });
-    const std::lock_guard<std::mutex> guard(sums[i].lock);
-    for (int r = 0; r < g.rows; ++r) sums[i].counted[r] += counted[r];
-  });
-  for (size_t i = 0; i < groups.size(); ++i) {
-    for (int r = 0; r < groups[i]->rows; ++r) {
-      if (redo[i][r]) groups[i]->z[r] = numerics::reference_z(sums[i].largest[r], sums[i].counted[r], 0, 0);
-    }
+    const numerics::Reference declared = numerics::declared_reference(largest, counted, extrapolated, rest);
+    g.z[r] = numerics::add(declared.z, g.params->reference_shift);
+    g.spread[r] = declared.spread;
+    g.gates[r] = numerics::widened(g.gates[r], declared.spread);
   }
 }
 

@@ -7,8 +7,6 @@
 namespace fold::cpu {
 namespace {
 
-constexpr int kLanes = 16;
-
 /// Four bytes of memory in every lane.
 __m512i broadcast(const void* bytes) {
   int32_t word;

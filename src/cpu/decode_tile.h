@@ -13,13 +13,14 @@
 namespace fold::cpu {
 namespace {
 
+constexpr int kLanes = 16;         // fp32 lanes of the widest registers
 constexpr int kBatch = 2 * kTile;  // rows collected for a weighted sum, at most
 
-/// Plane l of a key of which only h is read: 16 h + 8 is the value whose low nibble is 8.
+/// Plane l of a key of which only h is read: 16 h + 7.5 is half above the value whose low nibble is 7.
 struct HalfPlane {
   alignas(64) uint8_t bytes[numerics::kMaxHeadDim / 2];
   constexpr HalfPlane() : bytes() {
-    for (auto& byte : bytes) byte = 0x88;
+    for (auto& byte : bytes) byte = 0x77;
   }
 };
 constexpr HalfPlane kHalfPlane;
@@ -45,6 +46,11 @@ struct TileState {
 /// Keys whose V is read, by plane.
 struct ValueKeys {
   uint64_t h = 0, l = 0, b = 0;
+};
+
+/// Sums of weights over the keys whose V is read, and over those of them read to plane h alone.
+struct ValueMass {
+  int64_t all = 0, half = 0;
 };
 
 /// Keys by the bytes their largest weight over a group's rows fills. Keys of weight 0 are in no set.
@@ -141,6 +147,9 @@ struct RowScale {
   float unit, z;            // x = fma(float(dot) * unit, e_k, -z)
   float margin, threshold;  // asked for where fma(margin, e_k, x) >= threshold
 };
+
+/// D0 from the product with the plane kHalfPlane completes: sum (32 h + 15) qa.
+inline int32_t level_0(int32_t dot, int32_t sum_a) { return 2 * dot + sum_a; }
 
 /// F of level 2 (docs/numerics.md, section 3); scale: e_q.
 inline float logit_2(float scale, int32_t d1, int32_t d2) {

@@ -32,7 +32,8 @@ class RangeWorker {
         means_(rows),
         codes_(rows),
         code_means_(rows),
-        code_sum_(int64_t{rows} * D) {
+        code_sum_(int64_t{rows} * D),
+        peak_(int64_t{rows} * kLanes) {
     for (int i = 0; i < kTilesInFlight; ++i) stages_.emplace_back(rows);
   }
 
@@ -47,7 +48,10 @@ class RangeWorker {
         std::any_of(group.gates, group.gates + rows_, [](const auto& g) { return g.v_h >= numerics::kOpen; });
     out_->num.assign(static_cast<size_t>(rows_) * D, 0);
     std::fill_n(out_->den, rows_, 0);
+    std::fill_n(out_->mass, rows_, 0);
     std::fill_n(out_->dropped, rows_, 0);
+    std::fill_n(peak_.data(), rows_ * kLanes, -std::numeric_limits<float>::infinity());
+    std::fill_n(half_mass_, rows_, 0);
     out_->values_read = out_->bytes = 0;
     std::fill_n(code_mass_, rows_, 0);
 
@@ -84,6 +88,7 @@ class RangeWorker {
     s.page = g_->page_of(tile * kTile);
     s.slot = g_->slot_of(tile * kTile);
     prefetch(s.page.k_scale + s.slot, kTile * sizeof(uint16_t));
+    prefetch(s.page.bound + s.slot / kTile, sizeof(uint16_t));
   }
 
   /// Sends for a quarter of what is read of a tile in any case.
@@ -103,7 +108,7 @@ class RangeWorker {
     Ops::scan(s.page.k_h + s.slot * kHalf, q, rows_, dot_[0]);
     uint64_t wanted = s.always;
     for (int r = 0; r < rows_; ++r) {
-      const RowScale row{q.scale[r], g_->z[r], q.margin[r], -g_->gates[r].k_l};
+      const RowScale row{0.5f * q.scale[r], g_->z[r], q.margin[r], -g_->gates[r].k_l};
       wanted |= Ops::logits(dot_[r], ~uint64_t{0}, row, s.key_scale, s.x[r]);
     }
     if (layout_.k_bits == 4) return;
@@ -155,16 +160,20 @@ class RangeWorker {
   void weigh(TileState& s) {
     if (s.visible == 0) return;
     if (s.k_b != 0) refine_further(s);
-    const ValueKeys wanted = Ops::value_keys(s.x[0], g_->gates, rows_);
+    const float deeper = g_->outlier_depth(s.tile, s.page.bound[s.slot / kTile]);
+    const ValueKeys wanted = Ops::value_keys(s.x[0], g_->gates, deeper, rows_);
     s.v_h = (wanted.h | s.always) & s.visible;
     s.v_l = layout_.v_bits >= 8 ? (wanted.l | s.always) & s.v_h : 0;
     s.v_b = layout_.v_bits == 16 ? wanted.b & s.v_l : 0;
     // The fetches stand apart from each other: a core takes only a few dozen at a time.
     if (!every_value_) prefetch_rows(s.page.v_h + s.slot * kHalf, s.v_h, kHalf);
     if (s.v_h != 0) prefetch(s.page.v_scale + s.slot, kTile * sizeof(uint16_t));
-    for (int r = 0; r < rows_ / 2; ++r) out_->den[r] += Ops::weigh(s.visible, s.x[r]);
+    const auto weigh_rows = [&](int begin, int end) {
+      for (int r = begin; r < end; ++r) out_->den[r] += Ops::weigh(s.visible, s.v_h, s.x[r], &peak_[r * kLanes]);
+    };
+    weigh_rows(0, rows_ / 2);
     if (s.v_l != 0) prefetch_rows(s.page.v_l + s.slot * kHalf, s.v_l, kHalf);
-    for (int r = rows_ / 2; r < rows_; ++r) out_->den[r] += Ops::weigh(s.visible, s.x[r]);
+    weigh_rows(rows_ / 2, rows_);
     if (s.v_b != 0) prefetch_rows(s.page.v_b + s.slot * D, s.v_b, D);
     if (layout_.tail && s.v_h != s.visible) {
       const int64_t block = s.slot / kTile;
@@ -185,11 +194,14 @@ class RangeWorker {
   }
 
   void add_values(TileState& s) {
-    const float unit = numerics::pow2(-g_->e_exponent);
-    alignas(64) float share[kTile];
-    Ops::scales(s.page.v_scale + s.slot, share);
-    for (float& value : share) value = numerics::mul(value, unit);
-    for (int r = 0; r < rows_; ++r) Ops::value_weights(s.x[r], share, weight_[r]);
+    alignas(64) float scale[kTile];
+    Ops::scales(s.page.v_scale + s.slot, scale);
+    for (int r = 0; r < rows_; ++r) {
+      const float unit = numerics::pow2(-g_->e_exponent[r]);
+      const ValueMass mass = Ops::value_weights(s.x[r], scale, unit, s.v_h, s.v_h & ~s.v_l, weight_[r]);
+      out_->mass[r] += mass.all;
+      half_mass_[r] += mass.half;
+    }
     const Widths widths = Ops::widths(weight_[0], rows_);
     const uint8_t* const low = layout_.v_bits >= 8 ? s.page.v_l : s.page.v_h;  // where there is no v_l, none is read
     values_.add(s.v_h, widths, weight_, [&](int k) {
@@ -214,11 +226,13 @@ class RangeWorker {
       out_->dropped[r] += mass[r].weights;
     }
     if (!layout_.tail) return;
-    const double share =
-        std::ldexp(static_cast<double>(numerics::from_bf16(s.page.mean_scale[block])), -g_->e_exponent);
+    const double scale = numerics::from_bf16(s.page.mean_scale[block]);
     means_.add({s.page.mean + block * D}, [&](int r) {
-      // A mass past 2^32 belongs to a row whose reference does not hold (section 8).
-      return static_cast<uint32_t>(std::min(std::rint(static_cast<double>(mass[r].weights) * share), 4294967295.0));
+      const double share = std::ldexp(scale, -g_->e_exponent[r]);
+      const uint32_t weight =
+          static_cast<uint32_t>(std::min(std::rint(static_cast<double>(mass[r].weights) * share), 4294967295.0));
+      out_->mass[r] += weight;
+      return weight;
     });
     out_->bytes += D + 2 + (correct_ ? D : 0);
     if (!correct_ || coded == 0) return;
@@ -236,6 +250,11 @@ class RangeWorker {
     values_.drain(int64_t{1} << 16, Ops::split_channel, num);
     low_values_.drain(int64_t{1} << 8, in_order, num);
     means_.drain(int64_t{1} << 16, in_order, num);
+    constexpr int64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
+    for (int r = 0; r < rows_; ++r) {
+      for (int c = 0; c < D; ++c) num[r * D + c] += kAbove * half_mass_[r];
+      out_->peak[r] = *std::max_element(&peak_[r * kLanes], &peak_[r * kLanes] + kLanes);
+    }
     if (!correct_) return;
     for (int r = 0; r < rows_; ++r) std::fill_n(&code_sum_[r * D], D, -128 * code_mass_[r]);
     code_means_.drain(-1, in_order, code_sum_.data());
@@ -246,7 +265,7 @@ class RangeWorker {
   void add_correction(int r) {
     const plan::HeadPage page = g_->page_of(g_->fit_mark - 1);
     const int64_t fit = plan::fit_slot(g_->fit_mark, layout_.page_size) * numerics::kRank;
-    const double unit = std::ldexp(1.0, 12 + g_->fit_shift[r] - g_->e_exponent);
+    const double unit = std::ldexp(1.0, 12 + g_->fit_shift[r] - g_->e_exponent[r]);
     const int64_t* sum = &code_sum_[r * D];
     uint64_t* num = reinterpret_cast<uint64_t*>(out_->num.data()) + r * D;
     for (int64_t direction = fit; direction < fit + numerics::kRank; ++direction) {
@@ -257,7 +276,8 @@ class RangeWorker {
       if (t == 0) continue;
       const double scale = static_cast<double>(page.fit_scale[direction]) * unit;
       for (int c = 0; c < D; ++c) {
-        const double phi = std::clamp(std::rint(out[c] * scale), -2147483648.0, 2147483647.0);
+        double phi = std::rint(out[c] * scale);
+        if (std::abs(phi) > 2147483647.0) phi = 0;
         num[c] += static_cast<uint64_t>(t) * static_cast<uint64_t>(static_cast<int64_t>(phi));
       }
     }
@@ -284,8 +304,9 @@ class RangeWorker {
   RowBatch<Ops, PlainRow, 4> means_;
   typename Ops::template Sums<1> codes_;  // plane h's codes, split
   RowBatch<Ops, CodeRow, 2> code_means_;  // C_b is at most 64 * 255
-  int64_t code_mass_[kMaxRows];
+  int64_t code_mass_[kMaxRows], half_mass_[kMaxRows];
   Buffer<int64_t> code_sum_;  // (G, D): S of section 7
+  Buffer<float> peak_;        // (G, kLanes)
 };
 
 template <class Ops>
@@ -325,6 +346,9 @@ void score_rows(const Group& g, const int64_t* keys, int count, int level, float
   int32_t first[kMaxRows * kTile], second[kMaxRows * kTile];  // (G, 64)
   if (level == 0) {
     Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, first);
+    for (int r = 0; r < g.rows; ++r) {
+      for (int i = 0; i < count; ++i) first[r * kTile + i] = level_0(first[r * kTile + i], q.sum_a[r]);
+    }
   } else {
     Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, first);
   }
@@ -332,32 +356,13 @@ void score_rows(const Group& g, const int64_t* keys, int count, int level, float
   for (int r = 0; r < g.rows; ++r) {
     const int32_t *d1 = first + r * kTile, *d2 = second + r * kTile;
     float* out = logits + r * kTile;
-    const float unit = level == 0 ? q.scale[r] : numerics::mul(q.scale[r], 0x1p-8f);
+    const float unit = numerics::mul(q.scale[r], level == 0 ? 0.5f : 0x1p-8f);
     if (level == 2) {
       for (int i = 0; i < count; ++i) out[i] = numerics::mul(logit_2(q.scale[r], d1[i], d2[i]), scale[i]);
     } else {
       for (int i = 0; i < count; ++i) out[i] = numerics::mul(numerics::mul(static_cast<float>(d1[i]), unit), scale[i]);
     }
   }
-}
-
-inline float largest_logit(const float* logits, int count) {
-  // Integers that order like the floats, NaN above all, so that the loop runs in vectors.
-  int32_t most = std::numeric_limits<int32_t>::min();
-  for (int i = 0; i < count; ++i) {
-    const int32_t bits = static_cast<int32_t>(numerics::bits_of(logits[i]));
-    const int32_t ordered = logits[i] != logits[i] ? 0x7FC00000 : bits ^ (bits >> 31 & 0x7FFFFFFF);
-    most = std::max(most, ordered);
-  }
-  if (count == 0) return -std::numeric_limits<float>::infinity();
-  return numerics::float_of(static_cast<uint32_t>(most ^ (most >> 31 & 0x7FFFFFFF)));
-}
-
-template <class Ops>
-int64_t sum_weights(const float* logits, int count, float largest) {
-  alignas(64) float x[kTile] = {};
-  for (int i = 0; i < count; ++i) x[i] = numerics::sub(logits[i], largest);
-  return Ops::weigh(~uint64_t{0} >> (kTile - count), x);
 }
 
 /// Picks the operations for the head dim.
@@ -378,7 +383,7 @@ void score_keys(const Group& group, const int64_t* keys, int count, int level, f
 /// The kernels of a set of operations.
 template <template <int> class Ops>
 DecodeKernels kernels_of() {
-  return {sum_range<Ops>, score_keys<Ops>, largest_logit, sum_weights<Ops<64>>};
+  return {sum_range<Ops>, score_keys<Ops>};
 }
 
 }  // namespace

@@ -34,7 +34,9 @@ class TailFit {
   void fit(int64_t mark) {
     for (; bounds_read_ < mark / kTile; ++bounds_read_) {
       const BlockAt at = block(bounds_read_);
-      bound_ = std::max(bound_, at.page.bound[at.slot / kTile]);  // NaN is the largest
+      const uint16_t bound = at.page.bound[at.slot / kTile];
+      bound_ = std::max(bound_, bound);  // NaN is the largest
+      exponents_ += numerics::pow2_ceil_exponent(bound);
     }
     const BlockAt last = block(mark / kTile - 1);
     const int64_t first = plan::fit_slot(mark, cache_.layout.page_size) * kRank;
@@ -45,7 +47,8 @@ class TailFit {
       std::fill_n(out.f, kRank, 0.0f);
       return;
     }
-    const int exponent = numerics::pow2_ceil_exponent(bound_);
+    const int exponent = std::min(numerics::pow2_ceil_exponent(bound_),
+                                  numerics::typical_exponent(exponents_, bounds_read_) + numerics::kOutlierBits);
     if (exponent != exponent_) {  // B counts in units of E: a new E starts the sums again
       exponent_ = exponent;
       summed_ = 0;
@@ -78,6 +81,7 @@ class TailFit {
   const CacheKernels& kernels_;
   const FitBuffers& buffers_;
   uint16_t bound_ = 0;       // largest bound of the blocks below bounds_read_
+  int64_t exponents_ = 0;    // sum over theirs
   int64_t bounds_read_ = 0;  // blocks
   int exponent_ = kNone;     // of the E that the sums count in
   int64_t summed_ = 0;       // blocks in the sums

@@ -11,7 +11,7 @@ FOLD_HD void readings(const PlaneRow& row, int head_dim, int* r) {
     r[2 * i + 1] = 4096 * ((row.h[i] & 15) - 8);
   }
   if (row.l == nullptr) {
-    for (int i = 0; i < head_dim; ++i) r[i] += 256 * 8;
+    for (int i = 0; i < head_dim; ++i) r[i] += kHalfReading;
     return;
   }
   for (int i = 0; i < head_dim / 2; ++i) {
@@ -44,6 +44,20 @@ FOLD_HD uint16_t block_bound(const uint16_t* k_scale, const uint16_t* v_scale) {
     bound = k_scale[j] == kBf16Nan ? kBf16Nan : bound;
   }
   return bound;
+}
+
+/// Values this many powers of two above the typical block's count as outliers (docs/numerics.md, sections 6 and 9).
+constexpr int kOutlierBits = 2;
+
+/// The typical exponent of blocks' bounds. sum: of pow2_ceil_exponent(bound) over `blocks` of them, at least one.
+FOLD_HD int typical_exponent(int64_t sum, int64_t blocks) {
+  return static_cast<int>(sum >= 0 ? sum / blocks : -((blocks - 1 - sum) / blocks));
+}
+
+/// What a settled block's outliers add to the gates of its values.
+FOLD_HD float outlier_depth(uint16_t bound, int typical) {
+  const int above = pow2_ceil_exponent(bound) - kOutlierBits - typical;
+  return above > 0 ? static_cast<float>(above) : 0.0f;
 }
 
 /// The block's mean code of each K channel, in 1/16. k_h: (64, head_dim/2); ubar: (head_dim,)

@@ -24,6 +24,8 @@ struct GateRow {
 #undef FOLD_GATES
 #undef FOLD_DENSE_GATES
 
+constexpr float kFreeSpread = 4.0f;  ///< rows of a larger spread read deeper into V
+
 FOLD_HD float lerp_gate(float a, float b, float t) { return fma(sub(b, a), t, a); }
 
 /// The gates of a depth (log2 of the row's mass); +infinity stands for depth=None.
@@ -48,6 +50,12 @@ FOLD_HD Gates gates_for_depth(float depth) {
       add(lerp_gate(low.gates.k_l, high.gates.k_l, t), shift), add(lerp_gate(low.gates.k_b, high.gates.k_b, t), shift),
       add(lerp_gate(low.gates.v_h, high.gates.v_h, t), shift), add(lerp_gate(low.gates.v_l, high.gates.v_l, t), shift),
       add(lerp_gate(low.gates.v_b, high.gates.v_b, t), shift)};
+}
+
+/// The gates of a row of the given spread.
+FOLD_HD Gates widened(const Gates& gates, float spread) {
+  const float extra = spread > kFreeSpread ? mul(sub(spread, kFreeSpread), 0.5f) : 0.0f;
+  return {gates.k_l, gates.k_b, gates.v_h, add(gates.v_l, extra), add(gates.v_b, extra)};
 }
 
 /// Standard deviation of a level-0 logit's rounding over (e_q e_k |qa|), times 2: 2 sqrt(256 / 12).

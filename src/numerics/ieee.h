@@ -32,6 +32,16 @@ FOLD_HD float float_of(uint32_t a) { return __builtin_bit_cast(float, a); }
 /// 2^e for -126 <= e <= 127.
 FOLD_HD float pow2(int e) { return float_of(static_cast<uint32_t>(e + 127) << 23); }
 
+/// a * 2^e, exact while the result is a normal number, -1022 <= e <= 1023.
+FOLD_HD double ldexp_exact(double a, int e) {
+  const uint64_t bits = static_cast<uint64_t>(e + 1023) << 52;
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, __longlong_as_double(static_cast<long long>(bits)));
+#else
+  return a * __builtin_bit_cast(double, bits);
+#endif
+}
+
 FOLD_HD bool is_finite(float a) { return (bits_of(a) & 0x7F800000u) != 0x7F800000u; }
 
 FOLD_HD float quiet_nan() { return float_of(0x7FC00000u); }

@@ -24,6 +24,9 @@ FOLD_HD void rotate(float* x, int head_dim) {
   for (int i = 0; i < head_dim; ++i) x[i] = mul(x[i], scale);
 }
 
+/// What plane h alone stands for: the middle of the sixteen values that share a code, kHalfReading / 256 above 16 h.
+constexpr int kHalfReading = 1920;
+
 constexpr float kMinScale = 0x1p-100f;
 
 /// The bf16 scale of a row whose largest magnitude is amax; NaN for a row that is not finite.
@@ -61,7 +64,7 @@ FOLD_HD uint16_t split_row(const float* x, int head_dim, int8_t* a, int8_t* b) {
 }
 
 // Nibble planes. Byte i of a row holds channel 2i in its high nibble and channel 2i + 1 in its low one.
-FOLD_HD int code_h(int8_t a) { return (a >> 4) + 8; }  ///< 0..15; stands for 16 (code - 8) + 8
+FOLD_HD int code_h(int8_t a) { return (a >> 4) + 8; }  ///< 0..15; stands for 16 (code - 8) + 7.5
 FOLD_HD int code_l(int8_t a) { return a & 15; }
 FOLD_HD uint8_t pack_h(int8_t even, int8_t odd) { return static_cast<uint8_t>(code_h(even) << 4 | code_h(odd)); }
 FOLD_HD uint8_t pack_l(int8_t even, int8_t odd) { return static_cast<uint8_t>(code_l(even) << 4 | code_l(odd)); }
@@ -80,7 +83,7 @@ struct PlaneRow {
 /// The reading of a channel in units of e/256, using the planes given: R_h, R_l or R_b.
 FOLD_HD int reading(const PlaneRow& row, int channel) {
   const int h = nibble(row.h[channel / 2], channel) - 8;
-  if (row.l == nullptr) return 256 * (16 * h + 8);
+  if (row.l == nullptr) return 4096 * h + kHalfReading;
   const int a = 16 * h + nibble(row.l[channel / 2], channel);
   return 256 * a + (row.b == nullptr ? 0 : row.b[channel]);
 }

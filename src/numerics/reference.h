@@ -1,7 +1,7 @@
 #pragma once
 #include "numerics/exp2.h"
 
-// The declared reference and the finish of a row: docs/numerics.md, sections 5 and 8.
+// The declared reference, when a row is done, and its finish: docs/numerics.md, sections 5 and 8.
 namespace fold::numerics {
 
 constexpr float kLog2E = 0x1.715476p+0f;  ///< fp32(log2 e)
@@ -13,28 +13,97 @@ FOLD_HD int64_t sample_key(int i, int64_t rest) { return 1 + (2 * i + 1) * rest 
 
 constexpr int64_t kScoredKeys = 1 + kNewest + kSamples;  ///< rows with at most this many keys are scored exactly
 
-/// Z from the largest logit scored, the fixed-point sum of what counts once, and that of what stands for `rest` keys.
-FOLD_HD float reference_z(float largest, int64_t counted, int64_t sampled, int64_t rest) {
-  float total = static_cast<float>(counted);
+/// Sums over scored keys of w = fix(s - m) and of w^2.
+struct ScoreSums {
+  int64_t weights = 0, squares = 0;  // units 2^-kFraction
+};
+
+FOLD_HD void add_score(ScoreSums& sums, uint32_t w) {
+  sums.weights += w;
+  sums.squares += static_cast<int64_t>((static_cast<uint64_t>(w) * w) >> kFraction);
+}
+
+struct Reference {
+  float z;       ///< declared log2 of the row's mass
+  float spread;  ///< log2 of the row's effective number of keys
+};
+
+/// From the largest logit scored, the sums of what counts once, and those of what stands for `rest` keys.
+FOLD_HD Reference declared_reference(float largest, const ScoreSums& counted, const ScoreSums& sampled, int64_t rest) {
+  float total = static_cast<float>(counted.weights), squares = static_cast<float>(counted.squares);
   if (rest > 0) {
     const float factor = div(static_cast<float>(rest - kTrimmed), static_cast<float>(kSamples - kTrimmed));
-    total = fma(static_cast<float>(sampled), factor, total);
+    total = fma(static_cast<float>(sampled.weights), factor, total);
+    squares = fma(static_cast<float>(sampled.squares), factor, squares);
   }
-  return add(largest, sub(log2(total), static_cast<float>(kFraction)));
+  const float mass = log2(total);
+  constexpr float kUnit = kFraction;
+  return {add(largest, sub(mass, kUnit)), sub(sub(mul(2.0f, mass), log2(squares)), kUnit)};
 }
 
-/// Whether a row's denominator (sink included) shows that its reference was right: 2^(LSE - Z) in [1/2, 64).
+// What a pass left of a row, and where that sends it.
+
+/// The sums of a row that say whether its grids were right.
+struct RowMass {
+  int64_t den;   ///< of the weights, unit 2^-kFraction
+  int64_t mass;  ///< of the weights times V's scales, unit E 2^-kFraction
+  int64_t keys;  ///< how many are visible
+  float peak;    ///< the largest x of a key whose V was read
+};
+
+/// Whether 2^(LSE - Z) is in [1/2, 64).
 FOLD_HD bool reference_holds(int64_t den) { return den >= (int64_t{1} << (kFraction - 1)) && den < 0xFFFFFFFFll; }
 
-/// One rotated output channel. e_exponent: E = 2^e_exponent.
-FOLD_HD float finish_channel(int64_t num, int64_t den, int e_exponent) {
-  const double ratio = static_cast<double>(num) / static_cast<double>(den);
-  return mul(static_cast<float>(ratio), pow2(e_exponent - kGridExponent));
+/// log2 of the least mass at which the rounding of n weights cannot be seen in a row of the given spread.
+FOLD_HD float mass_floor(int64_t n, float spread) {
+  return add(7.0f, mul(add(log2(static_cast<float>(n)), spread), 0.5f));
 }
 
-/// Natural-log LSE of a row.
-FOLD_HD float finish_lse(float z, int64_t den) {
-  return mul(add(z, sub(log2(static_cast<float>(den)), static_cast<float>(kFraction))), kLn2);
+/// Binary digits of a number; 0 for 0.
+FOLD_HD int bit_length(int64_t n) {
+#if defined(__CUDA_ARCH__)
+  return 64 - __clzll(n);
+#else
+  return n == 0 ? 0 : 64 - __builtin_clzll(static_cast<unsigned long long>(n));
+#endif
+}
+
+constexpr int kMaxFiner = 60;   ///< bits that E may shrink by in all
+constexpr int kWorthwhile = 3;  ///< bits below which another run is not worth it
+constexpr int kMaxRuns = 8;
+
+/// By how many bits a row's E should shrink: 0 if its grid is fine or cannot get much finer. shrunk: bits by which it
+/// did already. The reference holds.
+FOLD_HD int finer_bits(const RowMass& row, float spread, int shrunk) {
+  if (row.mass > 0 && log2(static_cast<float>(row.mass)) >= mass_floor(row.keys, spread)) return 0;
+  int bits = bit_length(row.den) - bit_length(row.mass + row.keys) - 1;
+  if (bits > kMaxFiner - shrunk) bits = kMaxFiner - shrunk;
+  return bits < kWorthwhile ? 0 : bits;
+}
+
+/// The reference that takes the place of one that did not hold.
+FOLD_HD float corrected_z(float z, const RowMass& row) {
+  constexpr float kSaturates = 32 - kFraction;  // x of a weight that may have saturated
+  const bool exact = row.den >= (1 << 10) && (row.den < 0xFFFFFFFFll || row.peak < kSaturates);
+  return add(z, exact ? sub(log2(static_cast<float>(row.den)), static_cast<float>(kFraction + 1)) : row.peak);
+}
+
+// Finish.
+
+/// A row's denominator with its sink, unit 2^-kFraction. sink: log2 units, relative to Z; -inf without one.
+FOLD_HD double with_sink(int64_t den, float sink) {
+  return static_cast<double>(den) + ldexp_exact(exp2_wide(sink), kFraction);
+}
+
+/// One rotated output channel. den: sink included; e_exponent: E = 2^e_exponent.
+FOLD_HD float finish_channel(int64_t num, double den, int e_exponent) {
+  return static_cast<float>(ldexp_exact(static_cast<double>(num) / den, e_exponent - kGridExponent));
+}
+
+/// Natural-log LSE of a row. den and sink as in with_sink.
+FOLD_HD float finish_lse(float z, double den, float sink) {
+  const float over = sink > 64.0f ? sink : sub(log2(static_cast<float>(den)), static_cast<float>(kFraction));
+  return mul(add(z, over), kLn2);
 }
 
 }  // namespace fold::numerics

@@ -61,8 +61,8 @@ struct DecodeParams {
   int64_t* bytes_read;   // (B, T, HK) or null
 
   int64_t* numerator;    // (B, T, H, D) or null: partials instead of out
-  int64_t* denominator;  // (B, T, H)
-  float* grid;           // (B, T, H, 2)
+  int64_t* denominator;  // (B, T, H, 3): sums of weights, of weights times V's scales, visible keys
+  float* grid;           // (B, T, H, 3): Z, E, spread
 };
 
 }  // namespace fold::plan

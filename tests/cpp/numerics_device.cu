@@ -14,11 +14,18 @@ using namespace fold::numerics;
 __global__ void use_everything(float* x, int8_t* a, int8_t* b, int64_t* integers, fold::plan::CacheView cache) {
   rotate(x, 256);
   x[0] = from_bf16(split_row(x, 256, a, b));
-  const Gates gates = gates_for_depth(x[1]);
+  const Gates gates = widened(gates_for_depth(x[1]), x[6]);
   x[1] = add(gates.k_l, gates.v_b);
   integers[0] = fix(exp2_parts(x[2]), x[3]);
   integers[1] = to_bf16(x[4]) + to_f16(x[5]);
-  x[2] = reference_z(x[6], integers[2], integers[3], integers[4]);
-  x[3] = finish_channel(integers[5], integers[6], 3) + finish_lse(x[7], integers[6]);
+  ScoreSums counted, sampled;
+  add_score(sampled, static_cast<uint32_t>(integers[3]));
+  const Reference declared = declared_reference(x[6], counted, sampled, integers[4]);
+  const RowMass row{integers[5], integers[6], integers[7], x[7]};
+  integers[2] = reference_holds(row.den) ? finer_bits(row, declared.spread, 0) : 0;
+  x[2] = corrected_z(declared.z, row);
+  const double den = with_sink(row.den, x[8]);
+  x[3] = finish_channel(integers[5], den, 3) + finish_lse(x[7], den, x[8]);
+  x[4] = outlier_depth(row_scale(x[9]), typical_exponent(integers[0], 3));
   integers[7] = fold::plan::last_mark(integers[7]) + fold::plan::head_page(cache, 0, 0).k_h[0];
 }

@@ -122,7 +122,7 @@ TEST_F(CacheWrite, EveryLayoutAndTypeStoresItsPlanes) {
                 ASSERT_EQ(row.l == nullptr, bits == 4);
                 ASSERT_EQ(row.b == nullptr, bits != 16);
                 for (int i = 0; i < d; ++i) {
-                  const int want = bits == 4 ? 256 * (16 * (a[i] >> 4) + 8) : 256 * a[i] + (bits == 16 ? b[i] : 0);
+                  const int want = bits == 4 ? 256 * 16 * (a[i] >> 4) + 1920 : 256 * a[i] + (bits == 16 ? b[i] : 0);
                   ASSERT_EQ(numerics::reading(row, i), want) << d << " " << bits << " key " << key << " channel " << i;
                 }
               }

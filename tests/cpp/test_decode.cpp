@@ -171,10 +171,10 @@ TEST(Decode, PartialsAddToTheWholeInAnyOrder) {
     std::vector<int64_t> num, den;
     std::vector<float> grid;
     fold::Partial view() {
-      return {TensorView(num.data(), DType::i64, {1, 1, 4, 64}), TensorView(den.data(), DType::i64, {1, 1, 4}),
-              TensorView(grid.data(), DType::f32, {1, 1, 4, 2})};
+      return {TensorView(num.data(), DType::i64, {1, 1, 4, 64}), TensorView(den.data(), DType::i64, {1, 1, 4, 3}),
+              TensorView(grid.data(), DType::f32, {1, 1, 4, 3})};
     }
-    Sums() : num(4 * 64), den(4), grid(8) {}
+    Sums() : num(4 * 64), den(4 * 3), grid(4 * 3) {}
   };
   std::vector<Sums> parts(5);
   const int64_t edges[6] = {0, 64, 64, 640, 1024, 1500};  // one is empty
@@ -200,14 +200,14 @@ std::string error_of(F f) {
 }
 
 TEST(Decode, FinishRefusesAGridThatNoPartialHas) {
-  std::vector<int64_t> numerator(64, 1), denominator{int64_t{1} << 26};
-  float grid[2] = {0, 1};
+  std::vector<int64_t> numerator(64, 1), denominator{int64_t{1} << 26, int64_t{1} << 26, 1};
+  float grid[3] = {0, 1, 0};
   std::vector<float> out(64);
   const auto finish = [&] {
     return error_of([&] {
       fold::finish({.numerator = TensorView(numerator.data(), DType::i64, {1, 1, 1, 64}),
-                    .denominator = TensorView(denominator.data(), DType::i64, {1, 1, 1}),
-                    .grid = TensorView(grid, DType::f32, {1, 1, 1, 2})},
+                    .denominator = TensorView(denominator.data(), DType::i64, {1, 1, 1, 3}),
+                    .grid = TensorView(grid, DType::f32, {1, 1, 1, 3})},
                    {}, TensorView(out.data(), DType::f32, {1, 1, 1, 64}), {}, {});
     });
   };

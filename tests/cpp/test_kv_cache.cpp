@@ -155,12 +155,12 @@ TEST(KVCache, PartialsOfHalvesFinishToTheWhole) {
   cache.append(k.view(), v.view());
   struct Sum {
     std::vector<int64_t> numerator = std::vector<int64_t>(2 * kHeads * kDim),
-                         denominator = std::vector<int64_t>(2 * kHeads);
-    std::vector<float> grid = std::vector<float>(2 * kHeads * 2);
+                         denominator = std::vector<int64_t>(2 * kHeads * 3);
+    std::vector<float> grid = std::vector<float>(2 * kHeads * 3);
     fold::Partial view() {
       return {TensorView(numerator.data(), DType::i64, {2, 1, kHeads, kDim}),
-              TensorView(denominator.data(), DType::i64, {2, 1, kHeads}),
-              TensorView(grid.data(), DType::f32, {2, 1, kHeads, 2})};
+              TensorView(denominator.data(), DType::i64, {2, 1, kHeads, 3}),
+              TensorView(grid.data(), DType::f32, {2, 1, kHeads, 3})};
     }
   } a, b;
   fold::DecodeArgs call;

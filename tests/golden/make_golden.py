@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "python"))
 
 from oracle.cache import Layout, OracleCache  # noqa: E402
+from oracle.decode import SINK_HIGHEST  # noqa: E402
 from oracle.ieee import bf16_nearest, bf16_value, exp2_parts, fix, log2  # noqa: E402
 from oracle.planes import pack_nibbles, rotate, split  # noqa: E402
 
@@ -71,13 +72,17 @@ def row_tensors(rng: np.random.Generator) -> Tensors:
 
 
 def function_tensors(rng: np.random.Generator) -> Tensors:
-    """exp2 as mantissa and exponent, fix, log2."""
-    edges = np.array([-1e30, -64.5, -64.0, -27.0, -26.5, -1.5, -0.5, -0.0, 0.5, 1.5, 5.9999995, 6.0, 40.0, 41.0, 1e30])
-    x = np.concatenate([edges, [-np.inf, np.inf], rng.uniform(-1, 1, 1500), rng.uniform(-64, 40, 1500)]).astype(
-        np.float32
-    )
-    ratio = np.exp2(rng.uniform(-12, 0, x.shape)).astype(np.float32)
+    """exp2 as mantissa and exponent, for a weight and for a sink; fix, with ratios that reach 2^60; log2."""
+    edges = [-1e30, -126.5, -126.0, -64.0, -27.0, -26.5, -1.5, -0.5, -0.0, 0.5, 1.5, 5.9999995, 6.0, 40.0, 41.0, 1e30]
+    wide = np.concatenate([edges, [-np.inf, np.inf, np.nan], rng.uniform(-126, 40, 1500)])
+    x = np.concatenate([wide, rng.uniform(-1, 1, 1500)]).astype(np.float32)
+    ratio = rng.uniform(-12, 0, x.shape)
+    # Weights of 2^-28 to 2^7, as far as a ratio reaches.
+    ratio[: wide.size] = np.clip(rng.uniform(-28, 7, wide.shape) - np.nan_to_num(wide, posinf=40, neginf=-126), -60, 60)
+    ratio = np.exp2(ratio).astype(np.float32)
     mantissa, exponent = exp2_parts(x)
+    sink = np.concatenate([x, rng.uniform(40, 900, 500), [899.5, 900.0, 901.0]]).astype(np.float32)
+    sink_mantissa, sink_exponent = exp2_parts(sink, SINK_HIGHEST)
     y = np.concatenate(
         [
             np.exp2(rng.uniform(-126, 127.9, 1000)),
@@ -89,6 +94,9 @@ def function_tensors(rng: np.random.Generator) -> Tensors:
         "exp2.x": x,
         "exp2.mantissa": mantissa,
         "exp2.exponent": exponent.astype(np.int32),
+        "exp2.sink.x": sink,
+        "exp2.sink.mantissa": sink_mantissa,
+        "exp2.sink.exponent": sink_exponent.astype(np.int32),
         "fix.ratio": ratio,
         "fix.one": fix(x),
         "fix.scaled": fix(x, ratio),
@@ -112,6 +120,8 @@ def cache_tensors(rng: np.random.Generator) -> Tensors:
     tensors: Tensors = {}
     for name, (layout, keys, dtype) in CACHES.items():
         k, v = cache_inputs(rng, layout, keys)
+        if name == "fit":
+            v[500] *= np.float32(2.0**12)  # far above the others: the fit leaves it out
         if name == "mixed":
             k[70, 1, 5] = np.nan  # poisons a block of one head
             v[3, 0, 9] = -np.inf

@@ -2,14 +2,16 @@
 
 It is written from that page (and the page sections of include/fold/cache_layout.h) alone and shares no code with the
 library. Modules follow the page: `ieee` (conventions, section 4), `planes` (1), `cache` (1, 2 and the pages), `fit`
-(9), `reference` (3, 5), `decode` (6 to 8).
+(9), `reference` (3, 5), `reading` (6), `sums` (7), `decode` (8).
 """
 
 from oracle.cache import Layout, OracleCache, PageSections, page_sections
-from oracle.decode import OPEN, GateTable, RowGroup, decode_row_group, finish, partial_row_group
+from oracle.decode import RowGroup, decode_row_group, finish, partial_row_group
 from oracle.fit import Fit, fit_tail, is_mark, largest_mark
 from oracle.planes import Planes, rotate, split
-from oracle.reference import Queries, VisibleKeys, make_queries, sample_keys
+from oracle.reading import OPEN, GateTable
+from oracle.reference import Queries, VisibleKeys, make_queries, reference, sample_keys
+from oracle.sums import Sums
 
 __all__ = [
     "OPEN",
@@ -21,6 +23,7 @@ __all__ = [
     "Planes",
     "Queries",
     "RowGroup",
+    "Sums",
     "VisibleKeys",
     "decode_row_group",
     "finish",
@@ -30,6 +33,7 @@ __all__ = [
     "make_queries",
     "page_sections",
     "partial_row_group",
+    "reference",
     "rotate",
     "sample_keys",
     "split",

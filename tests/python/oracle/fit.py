@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oracle.ieee import F32, F64, I8, I64, power_of_two_at_least
+from oracle.ieee import F32, F64, I8, I64, ceil_log2
 from oracle.planes import BLOCK, Planes
 
 RANK = 16
@@ -48,11 +48,13 @@ def zero_fit(head_dim: int) -> Fit:
 def moments(k: Planes, v: Planes) -> tuple[I64, I64, np.float32]:
     """A (D, D) over K codes, B (K channel, V channel), and E_M, of whole blocks without a NaN scale."""
     e = v.e()
-    bound = power_of_two_at_least(e.max())
     u = k.u()
     blocks, d = u.shape[0] // BLOCK, u.shape[1]
+    ceilings = ceil_log2(e.reshape(blocks, BLOCK).max(axis=1))
+    bound = np.float32(np.ldexp(1.0, int(min(ceilings.max(), 2 + ceilings.sum() // blocks))))
     usum = u.reshape(blocks, BLOCK, d).sum(axis=1)
-    y = np.rint(v.reading(v.finest).astype(np.float32) * (e / bound)[:, None]).astype(np.int64)
+    y = np.rint(v.reading(v.finest).astype(np.float32) * (e / bound)[:, None])
+    y = np.where((e <= bound)[:, None], y, 0).astype(np.int64)
     a = 64 * (u.T @ u) - usum.T @ usum
     b = (64 * u - np.repeat(usum, BLOCK, axis=0)).T @ y
     return a, b, bound

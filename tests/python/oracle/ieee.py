@@ -16,6 +16,7 @@ Bool = npt.NDArray[np.bool_]
 BF16_NAN = np.uint16(0x7FC0)
 FRACTION_BITS = 26
 SATURATED = 2**32 - 1
+LOWEST, HIGHEST = -126, 40  # exponents of exp2
 
 _EXP2 = [
     np.float32(float.fromhex(c))
@@ -63,16 +64,21 @@ def bf16_nearest(x: F32) -> U16:
     return np.where(np.isnan(x), BF16_NAN, rounded)
 
 
+def ceil_log2(x: npt.ArrayLike) -> I64:
+    """k of the smallest power of two 2^k not below fp32 x > 0."""
+    mantissa, exponent = np.frexp(np.asarray(x, dtype=np.float64))
+    return exponent.astype(np.int64) - (mantissa == 0.5)
+
+
 def power_of_two_at_least(x: np.float32) -> np.float32:
     """Smallest power of two not below x > 0."""
-    mantissa, exponent = np.frexp(np.float64(x))
-    return np.float32(np.ldexp(1.0, int(exponent) - int(mantissa == 0.5)))
+    return np.float32(np.ldexp(1.0, int(ceil_log2(x))))
 
 
 @np.errstate(all="ignore")
-def exp2_parts(x: F32) -> tuple[F32, I64]:
-    """Section 4: (p, n) with 2^x ~ p 2^n, x clamped to -64..40."""
-    clamped = np.clip(np.asarray(x, dtype=np.float32), np.float32(-64), np.float32(40))
+def exp2_parts(x: F32, highest: int = HIGHEST) -> tuple[F32, I64]:
+    """Section 4: (p, n) with 2^x ~ p 2^n, x clamped to -126..highest, a NaN to -126."""
+    clamped = np.fmin(np.fmax(np.asarray(x, dtype=np.float32), np.float32(LOWEST)), np.float32(highest))
     whole = np.rint(clamped)
     fraction = clamped - whole
     p = np.broadcast_to(_EXP2[4], fraction.shape).astype(np.float32)
@@ -83,12 +89,10 @@ def exp2_parts(x: F32) -> tuple[F32, I64]:
 
 @np.errstate(all="ignore")
 def fix(x: npt.ArrayLike, r: npt.ArrayLike = 1) -> I64:
-    """Section 4: rne((p r) 2^(n + 26)) of fp32 x and r, 0 where x < -64, saturating at 2^32 - 1."""
-    x = np.asarray(x, dtype=np.float32)
-    p, n = exp2_parts(x)
+    """Section 4: rne((p r) 2^(n + 26)) of fp32 x and r <= 2^60, saturating at 2^32 - 1."""
+    p, n = exp2_parts(np.asarray(x, dtype=np.float32))
     scaled = np.ldexp((p * np.asarray(r, dtype=np.float32)).astype(np.float64), (n + FRACTION_BITS).astype(np.int32))
-    value = np.minimum(np.rint(scaled), np.float64(SATURATED))
-    return np.where(x < np.float32(-64), 0.0, value).astype(np.int64)
+    return np.minimum(np.rint(scaled), np.float64(SATURATED)).astype(np.int64)
 
 
 def log2(y: npt.ArrayLike) -> F32:

@@ -116,6 +116,10 @@ class Planes:
         """(..., D) codes of plane h, 0..15."""
         return unpack_nibbles(self.h)
 
+    def doubled_middle(self) -> I64:
+        """(..., D) 32 h + 15: twice the middle of the sixteen `a` that share an h."""
+        return 32 * (self.u() - 8) + 15
+
     def a(self) -> I64:
         """(..., D) values of planes h and l."""
         assert self.l is not None
@@ -124,7 +128,7 @@ class Planes:
     def reading(self, level: int) -> I64:
         """(..., D) readings in units of e / 256, from planes h (level 0), h and l (1) or h, l and b (2)."""
         if level == 0:
-            return 256 * (16 * (self.u() - 8) + 8)
+            return 128 * self.doubled_middle()
         if level == 1:
             return 256 * self.a()
         assert self.b is not None
