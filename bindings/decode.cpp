@@ -80,12 +80,11 @@ Partial partial_of(const Tensor& numerator, const Tensor& denominator, const Ten
 }
 
 void run_partial(Tensor q, Tensor storage, Ints layout, Tensor block_table, Tensor seqlens, OptionalTensor q_lens,
-                 OptionalTensor tree, OptionalTensor depth, OptionalTensor sinks, double softmax_scale,
-                 int64_t window_left, int64_t splits, int64_t begin, int64_t end, Tensor numerator, Tensor denominator,
-                 Tensor grid) {
+                 OptionalTensor tree, OptionalTensor depth, double softmax_scale, int64_t window_left, int64_t splits,
+                 int64_t begin, int64_t end, Tensor numerator, Tensor denominator, Tensor grid) {
   partial(storage_of(layout, storage),
-          arguments(q, block_table, seqlens, q_lens, tree, depth, sinks, softmax_scale, window_left, splits), begin,
-          end, partial_of(numerator, denominator, grid));
+          arguments(q, block_table, seqlens, q_lens, tree, depth, {}, softmax_scale, window_left, splits), begin, end,
+          partial_of(numerator, denominator, grid));
 }
 
 void add(Tensor numerator, Tensor denominator, Tensor grid, Tensor other_numerator, Tensor other_denominator,

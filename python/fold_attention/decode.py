@@ -175,7 +175,6 @@ def partial_attention(
     depth: Depth = "cache",
     tree: Tensor | None = None,
     q_lens: Tensor | None = None,
-    sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     window_size: Window | None = None,
     block_table: Tensor | None = None,
@@ -184,8 +183,8 @@ def partial_attention(
 ) -> Partial:
     """The part of `fold_attn_with_kvcache` that the keys begin <= j < end of every request contribute.
 
-    `begin` and `end` are multiples of 64, or at or past the request's length. Sinks take part in the reference here;
-    their weight is counted by `finish`. Other arguments as in `fold_attn_with_kvcache`; q (batch, n_heads, head_dim)
+    `begin` and `end` are multiples of 64, or at or past the request's length. Sinks are no keys: `finish` counts them.
+    Other arguments as in `fold_attn_with_kvcache`; q (batch, n_heads, head_dim)
     counts as one token.
     """
     query = _query(q)
@@ -196,7 +195,6 @@ def partial_attention(
         tree=tree,
         q_lens=q_lens,
         depth=depth,
-        sinks=sinks,
         block_table=block_table,
         cache_seqlens=cache_seqlens,
     )
@@ -216,7 +214,6 @@ def partial_attention(
         q_lens,
         _tree(tree, query),
         _depth(depth, cache, q),
-        _sinks(sinks, cache),
         _scale(softmax_scale, cache),
         cache.window_left if window_size is None else window_left(window_size),
         whole("splits", splits),
@@ -244,7 +241,7 @@ def finish(
     """Normalises the sum over all keys of a request.
 
     Args:
-        sinks: those given to `partial_attention` (or the cache's), counted here.
+        sinks: (n_heads,) as in `fold_attn_with_kvcache`; the cache's are not known here.
 
     Returns:
         out (B, T, H, D) with the bits of `fold_attn_with_kvcache`; lse (B, H, T) float32, natural log; valid (B, T, H)

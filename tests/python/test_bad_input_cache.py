@@ -260,7 +260,7 @@ ELSEWHERE: dict[str, Any] = {
     "tree": lambda c, x: c.decode(Q, K, V, tree=x(torch.ones(1, 1, dtype=torch.bool))),
     "q_lens": lambda c, x: c.decode(Q, K, V, q_lens=x(torch.ones(2, dtype=I32))),
     "depth": lambda c, x: c.decode(Q, K, V, depth=x(torch.ones(4))),
-    "sinks": lambda c, x: partial_attention(Q, c, 0, 64, sinks=x(torch.ones(4))),
+    "sinks": lambda c, x: c.attend(Q, sinks=x(torch.ones(4))),
     "out": lambda c, x: c.decode(Q, K, V, out=x(Q)),
     "block_table": lambda c, x: c.attend(Q, block_table=x(TABLE), cache_seqlens=LENGTHS),
     "cache_seqlens": lambda c, x: c.attend(Q, block_table=TABLE, cache_seqlens=x(LENGTHS)),
