@@ -28,14 +28,14 @@ float sink_of(const float* sinks, int64_t head) {
   return sinks == nullptr ? -kInf : numerics::mul(sinks[head], numerics::kLog2E);
 }
 
-/// Section 8: a row's fp32 output (D,) and natural-log LSE from its sums. NaN if the reference did not hold.
-/// sink: relative to z.
-float finish_row(const int64_t* num, int64_t den, float sink, float z, int e_exponent, int64_t head_dim, float* out) {
-  if (!numerics::reference_holds(den) || std::isnan(sink)) {
+/// Section 8: a row's fp32 output (D,) and natural-log LSE from its sums. NaN if they do not hold. sink: relative to z.
+float finish_row(const int64_t* num, const numerics::RowMass& mass, float sink, float z, int e_exponent,
+                 int64_t head_dim, float* out) {
+  if (!numerics::sums_hold(mass) || std::isnan(sink)) {
     std::fill_n(out, head_dim, kNan);
     return kNan;
   }
-  const double total = numerics::with_sink(den, sink);
+  const double total = numerics::with_sink(mass.den, sink);
   for (int64_t c = 0; c < head_dim; ++c) out[c] = numerics::finish_channel(num[c], total, e_exponent);
   numerics::rotate(out, static_cast<int>(head_dim));
   return numerics::finish_lse(z, total, sink);
@@ -93,14 +93,16 @@ plan::DecodePlan plan_for(const DecodeParams& p, int64_t groups) {
   return plan::plan_decode(groups, most_tiles(p), omp_get_max_threads(), p.splits);
 }
 
+numerics::RowMass mass_of(const Group& g, int r) { return {g.den[r], g.mass[r], g.visible(), g.peak[r]}; }
+
 /// Section 8: whether a row has to run again, and if so from which reference and E.
 bool correct_row(Group& g, int r) {
   if (row_is_nan(g, r)) return false;
-  const numerics::RowMass row{g.den[r], g.mass[r], g.visible(), g.peak[r]};
+  const numerics::RowMass row = mass_of(g, r);
   if (!numerics::reference_holds(row.den)) {
     g.z[r] = numerics::corrected_z(g.z[r], row);
   } else {
-    const int bits = numerics::finer_bits(row, g.spread[r], g.shrunk[r]);
+    const int bits = numerics::finer_bits(row, g.spread[r], g.e_exponent[r], g.shrunk[r]);
     if (bits == 0) return false;
     g.e_exponent[r] -= bits;
     g.shrunk[r] += bits;
@@ -152,11 +154,11 @@ void write_group(const Group& g, bool seen) {
       p.grid[3 * at + 2] = nan ? kNan : seen ? g.spread[r] : 0.0f;
       continue;
     }
-    const int64_t den = seen && !nan ? g.den[r] : 0;
+    const numerics::RowMass mass = seen && !nan ? mass_of(g, r) : numerics::RowMass{};
     const float sink = numerics::sub(sink_of(p.sinks, head), g.z[r]);
     float row[numerics::kMaxHeadDim] = {};
-    const float lse = seen ? finish_row(&g.num[static_cast<size_t>(r) * g.head_dim], den, sink, g.z[r], g.e_exponent[r],
-                                        g.head_dim, row)
+    const float lse = seen ? finish_row(&g.num[static_cast<size_t>(r) * g.head_dim], mass, sink, g.z[r],
+                                        g.e_exponent[r], g.head_dim, row)
                            : -kInf;
     store_row(row, g.head_dim, p.out, p.out_dtype,
               g.batch * p.out_stride_b + g.token * p.out_stride_t + head * p.out_stride_h);
@@ -165,7 +167,7 @@ void write_group(const Group& g, bool seen) {
     if (p.kept_fraction != nullptr)
       p.kept_fraction[at] = seen ? static_cast<float>(static_cast<double>(g.values_read[r]) / visible) : 0;
     if (p.dropped_mass != nullptr) {
-      const double dropped = static_cast<double>(g.dropped[r]) / numerics::with_sink(den, sink);
+      const double dropped = static_cast<double>(g.dropped[r]) / numerics::with_sink(mass.den, sink);
       p.dropped_mass[at] = std::isnan(lse) ? kNan : seen ? static_cast<float>(dropped) : 0;
     }
     if (p.recomputed != nullptr) p.recomputed[at] = seen && g.recomputed[r];
@@ -213,9 +215,10 @@ void finish(const FinishParams& p) {
     if (!empty) {
       const int64_t* sums = p.denominator + 3 * i;
       const numerics::RowMass mass{sums[0], sums[1], sums[2], 0};
-      done = std::isfinite(z) && numerics::reference_holds(mass.den) && numerics::finer_bits(mass, spread, 0) == 0;
+      const int exponent = std::isfinite(e) ? std::ilogb(e) : 0;
+      done = std::isfinite(z) && numerics::sums_hold(mass) && numerics::finer_bits(mass, spread, exponent, 0) == 0;
       const float sink = numerics::sub(sink_of(p.sinks, h), z);
-      lse = finish_row(p.numerator + i * p.head_dim, done ? mass.den : 0, sink, z, done ? std::ilogb(e) : 0, p.head_dim,
+      lse = finish_row(p.numerator + i * p.head_dim, done ? mass : numerics::RowMass{}, sink, z, exponent, p.head_dim,
                        row);
     }
     store_row(row, p.head_dim, p.out, p.out_dtype, b * p.out_stride_b + t * p.out_stride_t + h * p.out_stride_h);

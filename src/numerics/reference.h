@@ -54,9 +54,15 @@ struct RowMass {
 /// Whether 2^(LSE - Z) is in [1/2, 64).
 FOLD_HD bool reference_holds(int64_t den) { return den >= (int64_t{1} << (kFraction - 1)) && den < 0xFFFFFFFFll; }
 
+/// Whether the sums are those of weights none of which saturated, and the numerator is in range. E of the first run
+/// bounds the mass; a smaller one may not, where the run that it came from read other keys.
+FOLD_HD bool sums_hold(const RowMass& row) { return reference_holds(row.den) && row.mass <= row.den + row.keys; }
+
 /// log2 of the least mass at which the rounding of n weights cannot be seen in a row of the given spread.
 FOLD_HD float mass_floor(int64_t n, float spread) {
-  return add(7.0f, mul(add(log2(static_cast<float>(n)), spread), 0.5f));
+  const float keys = log2(static_cast<float>(n));
+  const float random = add(7.0f, mul(add(keys, spread), 0.5f)), together = add(5.0f, keys);
+  return random > together ? random : together;
 }
 
 /// Binary digits of a number; 0 for 0.
@@ -68,16 +74,22 @@ FOLD_HD int bit_length(int64_t n) {
 #endif
 }
 
-constexpr int kMaxFiner = 60;   ///< bits that E may shrink by in all
-constexpr int kWorthwhile = 3;  ///< bits below which another run is not worth it
+constexpr int kMinExponent = -100;  ///< of E: no scale is smaller
+constexpr int kMaxFiner = 60;       ///< bits that E may shrink by in all
+constexpr int kWorthwhile = 3;      ///< bits below which another run is not worth it
 constexpr int kMaxRuns = 8;
 
-/// By how many bits a row's E should shrink: 0 if its grid is fine or cannot get much finer. shrunk: bits by which it
-/// did already. The reference holds.
-FOLD_HD int finer_bits(const RowMass& row, float spread, int shrunk) {
+/// By how many bits a row's E should shrink, or if negative grow: 0 if its grid is fine or cannot get much finer.
+/// e_exponent: E = 2^e_exponent; shrunk: bits by which it did already. The reference holds.
+FOLD_HD int finer_bits(const RowMass& row, float spread, int e_exponent, int shrunk) {
+  if (!sums_hold(row)) {
+    const int bits = bit_length(row.den) - bit_length(row.mass) - 1;
+    return bits > -shrunk ? bits : -shrunk;
+  }
   if (row.mass > 0 && log2(static_cast<float>(row.mass)) >= mass_floor(row.keys, spread)) return 0;
   int bits = bit_length(row.den) - bit_length(row.mass + row.keys) - 1;
   if (bits > kMaxFiner - shrunk) bits = kMaxFiner - shrunk;
+  if (bits > e_exponent - kMinExponent) bits = e_exponent - kMinExponent;
   return bits < kWorthwhile ? 0 : bits;
 }
 

@@ -1,6 +1,8 @@
 """Rows that spread over very many keys, values of very different size, values read from plane h alone: judged against
 fp64 and against what a bf16 implementation makes of the same inputs."""
 
+import math
+
 import pytest
 import torch
 from cache_testing import bf16_error, exact, filled
@@ -63,6 +65,26 @@ def test_the_tail_model_with_a_huge_value(depth, octaves):
         reference, _ = exact(q, k, v)
         errors.append(float((attend(q, k, v, depth=depth) - reference).norm() / reference.norm()))
     assert errors[1] <= 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("octaves", [2, 6, 9, 11, 14])
+def test_a_key_of_tiny_value_that_holds_nearly_everything(octaves):
+    """As attention sinks do. The other keys share 2^-12 of the mass, so only their planes h are read, but none of them
+    vanishes: the error is at most that of rounding their V to 4 bits, or a bf16 implementation's."""
+    n = 16384
+    k, v = rows(n, 5)
+    q = torch.ones(1, 1, D)
+    k *= 0.02
+    k[0] = (12 + 14) * math.log(2) * 8 / D
+    v[0] *= 2.0**-octaves
+    reference, _ = exact(q, k, v)
+    coarse = FoldKVCache(1, 1, 1, D, n, bits=(16, 4))
+    coarse.append(k[None], v[None])
+    _, readings = coarse.read()
+    readings[0] = v[0]
+    rounded, _ = exact(q, k, readings)
+    allowed = max(1.25 * (rounded - reference).norm(), bf16_error(q, k, v, reference))
+    assert (attend(q, k, v) - reference).norm() <= allowed
 
 
 def test_a_huge_value_that_is_attended_to():

@@ -20,6 +20,7 @@ RERUNS = 7
 SINK_HIGHEST = 900  # exp2 of a sink
 SINK_ALONE = np.float32(64)  # above it the LSE is the sink's
 FINER_AT_MOST = 60  # bits, in all reruns of a row
+E_LOWEST = 100  # minus log2 of the smallest E
 FINER_AT_LEAST = 3  # bits, or a row does not run again for them
 
 
@@ -32,7 +33,6 @@ class RowGroup:
     z: F32  # (G,) the reference used last, base 2
     e: F64  # (G,) E used last
     spread: F32  # (G,) S
-    floor: F32  # (G,) log2 of the least mass of a fine grid
     visible: I64  # (G,) visible keys that the sums are taken over
     sums: Sums
     dropped_mass: F64  # (G,) share of the denominator that dropped keys hold, the sink's part included
@@ -46,16 +46,30 @@ def holds(den: I64) -> Bool:
     return np.asarray((den >= 2**25) & (den < SATURATED))
 
 
+def mass_holds(den: I64, mass: I64, count: int) -> Bool:
+    """Whether no weight of the mass can have saturated."""
+    return np.asarray(mass <= den + count)
+
+
 @np.errstate(all="ignore")
-def is_fine(mass: I64, floor: F32) -> Bool:
+def is_fine(mass: I64, count: int, spread: F32) -> Bool:
     """Whether the grids of rows are fine."""
+    keys = log2(np.full_like(spread, np.float32(count)))
+    floor = np.maximum(np.float32(7) + (keys + spread) / np.float32(2), np.float32(5) + keys)
     return np.asarray((mass > 0) & (log2(f32(mass)) >= floor))
 
 
-def finer_bits(den: I64, mass: I64, count: int, so_far: I64) -> I64:
-    """k: by how many bits rows' grids can be made finer."""
-    room = [int(d).bit_length() - int(m + count).bit_length() - 1 for d, m in zip(den, mass, strict=True)]
-    return np.minimum(np.asarray(room, np.int64), FINER_AT_MOST - so_far)
+def _bits(numbers: I64) -> I64:
+    return np.asarray([int(n).bit_length() for n in numbers], np.int64)
+
+
+def finer_bits(den: I64, mass: I64, count: int, spread: F32, e: F64, so_far: I64) -> I64:
+    """k: by how many bits rows' grids want to be finer, of rows whose reference holds."""
+    finer = np.minimum(_bits(den) - _bits(mass + count) - 1, FINER_AT_MOST - so_far)
+    finer = np.minimum(finer, np.frexp(e)[1] - 1 + E_LOWEST)
+    finer = np.where(is_fine(mass, count, spread) | (finer < FINER_AT_LEAST), 0, finer)
+    coarser = np.maximum(_bits(den) - _bits(mass) - 1, -so_far)
+    return np.where(mass_holds(den, mass, count), finer, coarser)
 
 
 @np.errstate(all="ignore")
@@ -94,15 +108,12 @@ class _Rows:
         self.z = declared.z + np.float32(reference_shift)
         self.spread = declared.spread
         self.gates = widen(np.broadcast_to(np.asarray(gates, dtype=np.float32), (g, 5)), self.spread)
-        count = np.float32(token.keys.count)
-        self.floor = np.float32(7) + (log2(count) + self.spread) / np.float32(2)
         self.e = np.full(g, token.value_bound())
         self.finer = np.zeros(g, np.int64)  # K
         self.sums = Sums.zeros(g, d)
         self.levels = Levels(*(np.zeros((g, token.keys.count), np.int64) for _ in range(2)))
         self.again = np.zeros(g, np.bool_)
-        sinks_good = np.ones(g, np.bool_) if sinks is None else ~np.isnan(sinks)
-        self.valid = np.isfinite(self.z) & np.isfinite(queries.e) & np.isfinite(self.e) & sinks_good
+        self.valid = np.isfinite(self.z) & np.isfinite(queries.e) & np.isfinite(self.e)
 
     @np.errstate(all="ignore")
     def run(self, rows: Bool) -> None:
@@ -119,8 +130,8 @@ class _Rows:
         for attempt in range(RERUNS + 1):
             self.run(pending)
             held = holds(self.sums.den)
-            k = finer_bits(self.sums.den, self.sums.mass, self.token.keys.count, self.finer)
-            pending &= ~(held & (is_fine(self.sums.mass, self.floor) | (k < FINER_AT_LEAST)))
+            k = finer_bits(*self._masses(), self.spread, self.e, self.finer)
+            pending &= ~(held & (k == 0))
             if attempt == RERUNS:
                 break
             self.again |= pending
@@ -130,27 +141,30 @@ class _Rows:
             self.finer += np.where(coarse, k, 0)
             self.valid &= np.isfinite(self.z)
             pending &= self.valid
-        self.valid &= holds(self.sums.den)
+        self.valid &= holds(self.sums.den) & mass_holds(*self._masses())
+
+    def _masses(self) -> tuple[I64, I64, int]:
+        return self.sums.den, self.sums.mass, self.token.keys.count
 
     @np.errstate(all="ignore")
     def result(self) -> RowGroup:
         """What is returned of the rows as they are, out and LSE included."""
         nan, valid = np.float32(np.nan), self.valid
-        z, spread, floor = (np.where(valid, x, nan) for x in (self.z, self.spread, self.floor))
+        z, spread = (np.where(valid, x, nan) for x in (self.z, self.spread))
         e = np.where(valid, self.e, np.nan)
         self.sums.put(~valid, Sums.zeros(int((~valid).sum()), self.sums.num.shape[1]))
         self.levels.k[~valid], self.levels.v[~valid] = 0, 0
         out, lse = finish(self.sums.num, self.sums.den, z, e, self.sinks)
+        shown = valid if self.sinks is None else valid & ~np.isnan(self.sinks)
         return RowGroup(
-            out=np.where(valid[:, None], out, nan),
-            lse=np.where(valid, lse, nan),
+            out=np.where(shown[:, None], out, nan),
+            lse=np.where(shown, lse, nan),
             z=z,
             e=e,
             spread=spread,
-            floor=floor,
             visible=np.where(valid, self.token.in_span().sum(), 0),
             sums=self.sums,
-            dropped_mass=np.where(valid, self.sums.dropped / with_sinks(self.sums.den, z, self.sinks)[0], np.nan),
+            dropped_mass=np.where(shown, self.sums.dropped / with_sinks(self.sums.den, z, self.sinks)[0], np.nan),
             kept_fraction=(self.levels.v > 0).mean(axis=1),
             recomputed=self.again,
             levels=self.levels,
@@ -166,7 +180,6 @@ def _empty(g: int, d: int) -> RowGroup:
         z=low,
         e=np.zeros(g),
         spread=zeros,
-        floor=zeros,
         visible=np.zeros(g, np.int64),
         sums=Sums.zeros(g, d),
         dropped_mass=np.zeros(g),
@@ -209,8 +222,8 @@ def partial_row_group(
     gates: npt.ArrayLike = OPEN, softmax_scale: float | None = None, window: int | None = None,
     sinks: npt.ArrayLike | None = None, path: Sequence[int] | None = None, reference_shift: float = 0.0,
 ) -> RowGroup:  # fmt: skip
-    """The first run alone, over the keys of `span` (block-aligned, or its end past the token): sums, z, e and floor are
-    the partial; out and LSE are what these keys alone would give."""
+    """The first run alone, over the keys of `span` (block-aligned, or its end past the token): sums, z, e and spread
+    are the partial; out and LSE are what these keys alone would give."""
     rows = f32(q)
     if position < 0:
         return _empty(*rows.shape)
