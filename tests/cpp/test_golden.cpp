@@ -71,6 +71,16 @@ TEST_P(Rows, RotationPlanesAndScales) {
 
 INSTANTIATE_TEST_SUITE_P(Golden, Rows, ::testing::Values(64, 128, 256));
 
+TEST(Golden, Exp2OfSinks) {
+  Golden golden("functions");
+  const auto x = golden.get<float>("exp2.sink.x"), mantissa = golden.get<float>("exp2.sink.mantissa");
+  const auto exponent = golden.get<int32_t>("exp2.sink.exponent");
+  ASSERT_GT(x.size(), 100u);
+  for (size_t i = 0; i < x.size(); ++i) {
+    EXPECT_EQ(fold::numerics::exp2_wide(x[i]), std::ldexp(double{mantissa[i]}, exponent[i])) << x[i];
+  }
+}
+
 TEST(Golden, Exp2AndWeights) {
   Golden golden("functions");
   const auto x = golden.get<float>("exp2.x"), mantissa = golden.get<float>("exp2.mantissa");
