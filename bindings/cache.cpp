@@ -5,6 +5,7 @@
 
 #include "api/cache_file.h"
 #include "export.h"
+#include "launch.h"
 #include "page_table.h"
 
 namespace fold::binding {
@@ -14,12 +15,15 @@ int64_t page_bytes(Ints layout) { return page_sections(layout_of(layout)).bytes;
 
 void write(Tensor storage, Ints layout, Tensor k, Tensor v, Tensor block_table, Tensor seqlens, Tensor cu_seqlens,
            OptionalTensor slot_mapping) {
-  cache_write(storage_of(layout, storage), {.k = view(k, "k"),
-                                            .v = view(v, "v"),
-                                            .block_table = view(block_table, "block_table"),
-                                            .seqlens = view(seqlens, "seqlens"),
-                                            .cu_seqlens = view(cu_seqlens, "cu_seqlens"),
-                                            .slot_mapping = view(slot_mapping, "slot_mapping")});
+  const CacheStorage cache = storage_of(layout, storage);
+  const CacheWriteArgs args{.k = view(k, "k"),
+                            .v = view(v, "v"),
+                            .block_table = view(block_table, "block_table"),
+                            .seqlens = view(seqlens, "seqlens"),
+                            .cu_seqlens = view(cu_seqlens, "cu_seqlens"),
+                            .slot_mapping = view(slot_mapping, "slot_mapping")};
+  const Launching where(cache.storage, cache_write_workspace(cache, args));
+  cache_write(cache, args, where.launch());
 }
 
 void read(Tensor storage, Ints layout, Tensor block_table, Tensor cu_seqlens, Tensor k, Tensor v) {

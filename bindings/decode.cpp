@@ -4,6 +4,7 @@
 
 #include "cache.h"
 #include "export.h"
+#include "launch.h"
 
 namespace fold::binding {
 namespace {
@@ -71,7 +72,8 @@ void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor
         {.k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args},
         results);
   } else {
-    decode(cache, args, results);
+    const Launching where(cache.storage, decode_workspace(cache, args));
+    decode(cache, args, results, where.launch());
   }
 }
 
@@ -82,9 +84,11 @@ Partial partial_of(const Tensor& numerator, const Tensor& denominator, const Ten
 void run_partial(Tensor q, Tensor storage, Ints layout, Tensor block_table, Tensor seqlens, OptionalTensor q_lens,
                  OptionalTensor tree, OptionalTensor depth, double softmax_scale, int64_t window_left, int64_t splits,
                  int64_t begin, int64_t end, Tensor numerator, Tensor denominator, Tensor grid) {
-  partial(storage_of(layout, storage),
-          arguments(q, block_table, seqlens, q_lens, tree, depth, {}, softmax_scale, window_left, splits), begin, end,
-          partial_of(numerator, denominator, grid));
+  const CacheStorage cache = storage_of(layout, storage);
+  const DecodeArgs args =
+      arguments(q, block_table, seqlens, q_lens, tree, depth, {}, softmax_scale, window_left, splits);
+  const Launching where(cache.storage, decode_workspace(cache, args));
+  partial(cache, args, begin, end, partial_of(numerator, denominator, grid), where.launch());
 }
 
 void add(Tensor numerator, Tensor denominator, Tensor grid, Tensor other_numerator, Tensor other_denominator,

@@ -28,13 +28,13 @@ DType dtype_named(const std::string& name) {
 Device device_named(const std::string& name) {
   if (name == "cpu") return Device::cpu;
   if (name == "cuda") return Device::cuda;
-  api::fail_type("device", name, "supported: cpu");
+  api::fail_type("device", name, "supported: cpu, cuda");
 }
 
 /// None, or why not.
 OptionalString why_not(tvm::ffi::String operation, OptionalInt n_heads, OptionalInt n_kv_heads, OptionalInt head_dim,
                        OptionalInt page_size, OptionalInt k_bits, OptionalInt v_bits, OptionalInt tree_nodes,
-                       OptionalString dtype, OptionalString device) {
+                       OptionalString dtype, OptionalString device, int64_t device_index) {
   Operation which;
   if (operation == "attention") {
     which = Operation::attention;
@@ -54,6 +54,7 @@ OptionalString why_not(tvm::ffi::String operation, OptionalInt n_heads, Optional
   try {
     if (dtype.has_value()) query.dtype = dtype_named(dtype.value());
     if (device.has_value()) query.device = device_named(device.value());
+    query.device_index = static_cast<int>(device_index);
   } catch (const Error& e) {
     return tvm::ffi::String(e.what());
   }

@@ -45,8 +45,9 @@ struct DecodeResults {
   TensorView lse;            ///< (B, H, T) f32, natural log, contiguous
   TensorView kept_fraction;  ///< (B, T, H) f32, contiguous: keys whose V was read / visible keys
   TensorView dropped_mass;   ///< (B, T, H) f32, contiguous: share of the denominator held by dropped keys
-  TensorView recomputed;     ///< (B, T, H) u8, contiguous: 1 where the reference or the value grid was wrong and the row ran again
-  TensorView bytes_read;     ///< (B, T, HK) i64, contiguous: cache bytes the token's rows needed
+  TensorView recomputed;  ///< (B, T, H) u8, contiguous: 1 where the reference or the value grid was wrong and the row
+                          ///< ran again
+  TensorView bytes_read;  ///< (B, T, HK) i64, contiguous: cache bytes the token's rows needed
 };
 
 FOLD_API void decode(const CacheStorage& cache, const DecodeArgs& args, const DecodeResults& results);
@@ -57,8 +58,8 @@ struct Partial {
   TensorView numerator;    ///< (B, T, H, D) i64, rotated channels, unit E 2^-42
   TensorView denominator;  ///< (B, T, H, 3) i64: sums of weights (unit 2^-26), of weights times V's scales (unit
                            ///< E 2^-26), visible keys
-  TensorView grid;  ///< (B, T, H, 3) f32: the declared reference Z (log2), E and the row's spread (log2 of its effective
-                    ///< number of keys); NaN for a poisoned row, (-inf, 0, 0) for a row without keys
+  TensorView grid;         ///< (B, T, H, 3) f32: the declared reference Z (log2), E and the row's spread (log2 of its
+                    ///< effective number of keys); NaN for a poisoned row, (-inf, 0, 0) for a row without keys
 };
 
 FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t begin, int64_t end,

@@ -16,6 +16,7 @@ struct SupportQuery {
   std::optional<int64_t> n_heads, n_kv_heads, head_dim;
   std::optional<DType> dtype;  ///< of q, k and v
   std::optional<Device> device;
+  int device_index = 0;
   std::optional<int64_t> page_size, tree_nodes;  ///< of a cache
   std::optional<int> k_bits, v_bits;             ///< of a cache
 };

@@ -348,9 +348,9 @@ def _ancestors(parents: Tensor, t: int) -> Tensor:
     if parents.is_floating_point() or parents.ndim not in (1, 2) or parents.shape[-1] != t:
         got = f"{parents.dtype} {tuple(parents.shape)}"
         raise bad_value("tree", got, f"allowed: a bool mask, or integer parents (batch, {t})")
-    if bool((parents >= torch.arange(t)).any()):
+    if bool((parents >= torch.arange(t, device=parents.device)).any()):
         raise bad_value("tree", "a parent at or behind its node", "parents come before their nodes")
-    mask = torch.eye(t, dtype=torch.bool).expand(*parents.shape, t).clone()
+    mask = torch.eye(t, dtype=torch.bool, device=parents.device).expand(*parents.shape, t).clone()
     for i in range(t):
         parent = parents[..., i].long()
         inherited = torch.take_along_dim(mask, parent.clamp(min=0)[..., None, None], dim=-2).squeeze(-2)

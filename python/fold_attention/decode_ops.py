@@ -92,11 +92,39 @@ def decode_step(
 ) -> Results:
     """Writes k, v (B T, HK, D) after the `seqlens` keys that each request holds, then `decode`."""
     results = _results(q, layout, out_dtype, info)
+    keys: tuple[Tensor | None, ...] = (k, v, slot_mapping)
+    if q.is_cuda:  # tables are not read by the host: they are updated on the device, and the two kernels follow
+        starts, after, q_lens, slots = _step_on_device(q, layout, block_table, seqlens, q_lens, slot_mapping)
+        lib.cache_write(storage, layout, k, v, block_table, seqlens, starts, slots)
+        keys, seqlens = (None, None, None), after
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
-    lib.decode(
-        q, storage, layout, k, v, slot_mapping, block_table, seqlens, *options, None, 0.0, *_for_library(results)
-    )
+    lib.decode(q, storage, layout, *keys, block_table, seqlens, *options, None, 0.0, *_for_library(results))
     return results
+
+
+def _step_on_device(
+    q: Tensor,
+    layout: Sequence[int],
+    block_table: Tensor,
+    seqlens: Tensor,
+    q_lens: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """cu_seqlens (B + 1,), keys after the step (B,), tokens (B,) and slots (B T,) of a step, as decode_step of the C++
+    API finds them. A request without keys whose first page id is negative is padding."""
+    batch, tokens = q.shape[:2]
+    starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
+    counts = torch.full_like(seqlens, tokens) if q_lens is None else q_lens
+    counts = counts.masked_fill((seqlens == 0) & (block_table[:, 0] < 0), 0)
+    if slot_mapping is not None:
+        counts = torch.minimum(counts, (slot_mapping.view(batch, tokens) >= 0).sum(1, dtype=torch.int32))
+    elif q_lens is not None:
+        at = torch.arange(tokens, device=q.device)
+        position = seqlens[:, None] + at
+        page = (position // layout[2]).clamp(max=block_table.shape[1] - 1)
+        slots = block_table.gather(1, page).long() * layout[2] + position % layout[2]
+        slot_mapping = slots.masked_fill(at >= counts[:, None], -1).flatten()
+    return starts, seqlens + counts, counts, slot_mapping
 
 
 decode_step.register_fake(_decode_fake)

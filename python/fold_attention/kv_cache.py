@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from fold_attention.decode import (
 )
 from fold_attention.errors import bad_type, bad_value, whole
 from fold_attention.page_table import PageTable
+from fold_attention.placement import HostAndDevice, chosen_device, on_host, page_pool
 
 
 class FoldKVCache:
@@ -67,10 +67,10 @@ class FoldKVCache:
             softmax_scale: 1 / sqrt(head_dim) by default.
             sinks: (n_heads,) one extra logit per head (natural log), in the denominator only.
             window_size: (left, right): keys before its own that a row sees; right is without effect.
-            device: "cpu", the one backend of this build.
+            device: "cpu" or "cuda"; by default CUDA where there is one.
             dtype: dtype of outputs where a call does not say; None: that of q.
         """
-        self.device = _device(device)
+        self.device = chosen_device(device)
         self.dtype = dtype
         pair = (bits, bits) if isinstance(bits, int) else tuple(bits)
         if len(pair) != 2:
@@ -79,7 +79,7 @@ class FoldKVCache:
         require_depth(depth)
         if sinks is not None:
             require_tensor("sinks", sinks)
-            sinks = sinks.detach().to("cpu", torch.float32).contiguous()
+            sinks = sinks.detach().to(self.device, torch.float32).contiguous()
             if sinks.ndim != 1:
                 raise bad_value("sinks.ndim", sinks.ndim, "allowed: 1, (n_heads,)")
         self.n_heads, self.n_kv_heads, self.head_dim, self.max_len = n_heads, n_kv_heads, head_dim, max_len
@@ -90,10 +90,10 @@ class FoldKVCache:
         if num_pages is not None and num_pages < 1:
             raise bad_value("num_pages", num_pages, "allowed: None or at least 1")
         self.num_pages = int(lib.cache_check_options(self.layout, *self._options(batch, num_pages or 0)))
-        self.storage = _lazy_zeros(self.num_pages, lib.page_bytes(self.layout))
+        self.storage = page_pool(self.num_pages, lib.page_bytes(self.layout), self.device)
         self._table = PageTable.create(self.num_pages, page_size, max_len)
         self._requests: list[int] = []
-        self._block_table, self._seqlens = self._table.tensors([])
+        self._tables = HostAndDevice(*self._table.tensors([]), self.device)
         table = self._table
         for _ in range(batch):
             table, _id = table.add_request()
@@ -109,7 +109,7 @@ class FoldKVCache:
     @property
     def lengths(self) -> list[int]:
         """Keys that each request holds."""
-        return [int(n) for n in self._seqlens.tolist()]
+        return [int(n) for n in self._tables.host[1].tolist()]
 
     @property
     def free_pages(self) -> int:
@@ -152,8 +152,8 @@ class FoldKVCache:
         Without `ids` these are the cache's own tensors, updated in place while the number of requests stays.
         """
         if ids is None:
-            return self._block_table, self._seqlens
-        return self._table.tensors(self._chosen(ids))
+            return self._tables.device
+        return HostAndDevice(*self._table.tensors(self._chosen(ids)), self.device).device
 
     # Writing
 
@@ -207,6 +207,8 @@ class FoldKVCache:
         Returns:
             out, shape and dtype of q; with `return_lse` also lse (n_heads, tokens of all) float32, natural log.
         """
+        if self.device.type != "cpu":
+            raise bad_type("device of prefill", self.device, "supported: cpu; write_prompt stores a prompt anywhere")
         requests = self._chosen(ids)
         require_device(self, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         require_tensor("q", q)
@@ -226,12 +228,12 @@ class FoldKVCache:
 
     def read(self, ids: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """What is stored, packed: k and v (keys of all requests, n_kv_heads, head_dim), at their finest reading."""
-        block_table, lengths = self.tables(ids)
+        block_table, lengths = self._table.tensors(self._chosen(ids))
         starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         shape = (int(starts[-1]), self.n_kv_heads, self.head_dim)
         k, v = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        lib.cache_read(self.storage, self.layout, block_table, starts, k, v)
-        return k, v
+        lib.cache_read(on_host(self.storage, block_table), self.layout, block_table, starts, k, v)
+        return k.to(self.device), v.to(self.device)
 
     # Attention
 
@@ -248,7 +250,8 @@ class FoldKVCache:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the requests, their pages (shared ones once) and the options as a safetensors file."""
         options = self._options(0, self.num_pages)
-        lib.cache_save(os.fspath(path), self.storage, self._table.handle, self.layout, *options)
+        storage = on_host(self.storage, self._table.tensors(self._requests)[0])
+        lib.cache_save(os.fspath(path), storage, self._table.handle, self.layout, *options)
 
     @classmethod
     def load(
@@ -282,8 +285,13 @@ class FoldKVCache:
             device=device,
             dtype=dtype,
         )
-        lib.cache_file_read(file, cache.storage, cache.layout)
         cache._adopt(PageTable(lib.cache_file_table(file), cache._table.max_pages))
+        storage = cache.storage
+        if cache.device.type != "cpu":
+            storage = page_pool(cache.num_pages, storage.shape[1], torch.device("cpu"))
+        lib.cache_file_read(file, storage, cache.layout)
+        if storage is not cache.storage:
+            cache.storage.copy_(storage)
         return cache
 
     # Internals
@@ -298,14 +306,18 @@ class FoldKVCache:
 
     def _options(self, batch: int, num_pages: int) -> tuple[list[int], float, float, Tensor | None]:
         numbers = [self.n_heads, batch, self.max_len, num_pages, self.window_left]
-        return numbers, math.inf if self.depth is None else self.depth, self.softmax_scale or 0.0, self.sinks
+        return numbers, math.inf if self.depth is None else self.depth, self.softmax_scale or 0.0, self._host_sinks()
+
+    def _host_sinks(self) -> Tensor | None:
+        return None if self.sinks is None else self.sinks.cpu()
 
     def _adopt(self, table: PageTable) -> None:
         requests = table.requests()
         if len(requests) == len(self._requests):
-            table.write(requests, self._block_table, self._seqlens)
+            table.write(requests, *self._tables.host)
+            self._tables.updated()
         else:
-            self._block_table, self._seqlens = table.tensors(requests)
+            self._tables = HostAndDevice(*table.tensors(requests), self.device)
         self._requests, self._table = requests, table
 
     def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple[PageTable, Tensor]:
@@ -313,7 +325,7 @@ class FoldKVCache:
         table, sources, destinations = self._table.extend(requests, tokens)
         if sources:
             self.storage[destinations] = self.storage[sources]
-        return table, table.tensors(requests)[0]
+        return table, table.tensors(requests)[0].to(self.device)
 
     def _step(
         self,
@@ -340,24 +352,6 @@ class FoldKVCache:
         )
         self._adopt(table)
         return results
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    chosen = torch.device("cpu" if device is None else device)
-    if chosen.type != "cpu":
-        raise bad_type("device", chosen, "supported: cpu; this build has no other backend")
-    return chosen
-
-
-def _lazy_zeros(pages: int, page_bytes: int) -> Tensor:
-    """(pages, page_bytes) uint8 at a multiple of 128 bytes; memory is committed where it is first touched."""
-    alignment = 128
-    try:
-        memory = np.zeros(pages * page_bytes + alignment, dtype=np.uint8)
-    except MemoryError:
-        raise bad_value("num_pages", pages, f"memory for that many pages of {page_bytes} bytes") from None
-    start = -memory.ctypes.data % alignment
-    return torch.from_numpy(memory)[start : start + pages * page_bytes].view(pages, page_bytes)
 
 
 def _packed(name: str, rows: Tensor, cu_seqlens: Tensor | None, requests: int) -> Tensor:

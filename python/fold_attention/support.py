@@ -36,12 +36,13 @@ def supports(op: str, **what: Any) -> tuple[bool, str | None]:
         *numbers,
         None if dtype is None else str(dtype).removeprefix("torch."),
         None if device is None else torch.device(device).type,
+        0 if device is None else torch.device(device).index or 0,
     )
     return reason is None, None if reason is None else str(reason)
 
 
 def support_table() -> str:
-    """docs/support.md: the table of what is supported, in Markdown, from `supports`."""
+    """docs/support.md: the table of what is supported everywhere, in Markdown, from `supports`."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
     rows: tuple[tuple[str, str, str, Iterable[Any]], ...] = (
         ("attention", "head dim", "head_dim", range(1, 513)),
@@ -51,7 +52,6 @@ def support_table() -> str:
         ("cache", "head dim", "head_dim", range(1, 513)),
         ("cache", "query heads per KV head", "n_heads", range(1, 257)),
         ("cache", "dtype of q, k, v", "dtype", dtypes),
-        ("cache", "device", "device", ("cpu", "cuda")),
         ("cache", "page size", "page_size", range(1, 2049)),
         ("cache", "bits of K or V", "k_bits", range(1, 33)),
         ("cache", "nodes of a draft tree", "tree_nodes", range(1, 129)),

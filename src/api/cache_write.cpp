@@ -5,9 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "api/backend.h"
 #include "api/cache_checks.h"
 #include "api/checks.h"
-#include "fold/decode.h"
+#include "fold/launch.h"
 #include "plan/cache_access.h"
 
 namespace fold {
@@ -115,41 +116,80 @@ void check_requests(const plan::CacheWriteParams& p, int64_t max_pages) {
   }
 }
 
-plan::CacheWriteParams checked_params(const CacheStorage& cache, const CacheWriteArgs& args) {
-  plan::CacheWriteParams p{};
-  p.cache = api::cache_view(cache);
-  api::require_tensor("k", args.k, 3, api::kFloatTypes);
-  const int64_t tokens = args.k.shape[0];
-  check_rows("k", args.k, tokens, cache.layout);
-  check_rows("v", args.v, tokens, cache.layout);
-  p.k = args.k.data;
-  p.v = args.v.data;
-  p.k_dtype = args.k.dtype;
-  p.v_dtype = args.v.dtype;
-  p.k_stride_t = args.k.strides[0];
-  p.k_stride_h = args.k.strides[1];
-  p.v_stride_t = args.v.strides[0];
-  p.v_stride_h = args.v.strides[1];
+/// A call whose shapes, types and strides are right. What its tensors hold has not been looked at.
+struct Call {
+  Call(const CacheStorage& cache_given, const CacheWriteArgs& args_given) : cache(cache_given), args(args_given) {
+    place = api::take_place({{"storage", &cache.storage},
+                             {"k", &args.k},
+                             {"v", &args.v},
+                             {"block_table", &args.block_table},
+                             {"seqlens", &args.seqlens},
+                             {"cu_seqlens", &args.cu_seqlens},
+                             {"slot_mapping", &args.slot_mapping}});
+    plan::CacheWriteParams& p = params;
+    p.cache = api::cache_view(cache);
+    api::require_tensor("k", args.k, 3, api::kFloatTypes);
+    const int64_t tokens = args.k.shape[0];
+    check_rows("k", args.k, tokens, cache.layout);
+    check_rows("v", args.v, tokens, cache.layout);
+    p.k = args.k.data;
+    p.v = args.v.data;
+    p.k_dtype = args.k.dtype;
+    p.v_dtype = args.v.dtype;
+    p.k_stride_t = args.k.strides[0];
+    p.k_stride_h = args.k.strides[1];
+    p.v_stride_t = args.v.strides[0];
+    p.v_stride_h = args.v.strides[1];
 
-  api::require_tensor("block_table", args.block_table, 2, {DType::i32});
-  api::require_last_contiguous("block_table", args.block_table);
-  p.batch = args.block_table.shape[0];
-  p.block_table = args.block_table.as<const int32_t>();
-  p.block_table_stride = args.block_table.strides[0];
-  p.seqlens = vector_of<int32_t>("seqlens", args.seqlens, DType::i32, p.batch, "batch of block_table");
-  p.cu_seqlens = vector_of<int32_t>("cu_seqlens", args.cu_seqlens, DType::i32, p.batch + 1, "batch + 1");
-  if (args.slot_mapping.defined()) {
-    p.slot_mapping = vector_of<int64_t>("slot_mapping", args.slot_mapping, DType::i64, tokens, "tokens of k");
+    api::require_tensor("block_table", args.block_table, 2, {DType::i32});
+    api::require_last_contiguous("block_table", args.block_table);
+    p.batch = args.block_table.shape[0];
+    p.block_table = args.block_table.as<const int32_t>();
+    p.block_table_stride = args.block_table.strides[0];
+    p.seqlens = vector_of<int32_t>("seqlens", args.seqlens, DType::i32, p.batch, "batch of block_table");
+    p.cu_seqlens = vector_of<int32_t>("cu_seqlens", args.cu_seqlens, DType::i32, p.batch + 1, "batch + 1");
+    if (args.slot_mapping.defined()) {
+      p.slot_mapping = vector_of<int64_t>("slot_mapping", args.slot_mapping, DType::i64, tokens, "tokens of k");
+    }
+    bounds = {.tokens = tokens, .max_pages = args.block_table.shape[1]};
   }
-  check_cu_seqlens(p.cu_seqlens, p.batch, tokens);
-  check_requests(p, args.block_table.shape[1]);
-  return p;
-}
+
+  /// For an error of the driver.
+  std::string text() const {
+    return "cache_write, k " + api::shape_text(args.k) + ", block_table " + api::shape_text(args.block_table);
+  }
+
+  CacheStorage cache;
+  CacheWriteArgs args;
+  api::Place place;
+  plan::CacheWriteParams params{};
+  plan::CacheWriteBounds bounds{};
+};
 
 }  // namespace
 
-void cache_write(const CacheStorage& cache, const CacheWriteArgs& args) {
-  cpu::cache_write(checked_params(cache, args));
+int64_t cache_write_workspace(const CacheStorage& cache, const CacheWriteArgs& args) {
+  const Call call(cache, args);
+  if (call.place.device == Device::cpu) return 0;
+  return api::cuda_backend(call.place).cache_write_workspace(call.params, call.bounds);
+}
+
+void cache_write(const CacheStorage& cache, const CacheWriteArgs& args) { cache_write(cache, args, {}); }
+
+void cache_write(const CacheStorage& cache, const CacheWriteArgs& args, const Launch& launch) {
+  const Call call(cache, args);
+  if (call.place.device == Device::cpu) {
+    check_cu_seqlens(call.params.cu_seqlens, call.params.batch, call.bounds.tokens);
+    check_requests(call.params, call.bounds.max_pages);
+    return cpu::cache_write(call.params);
+  }
+  if (call.bounds.tokens > std::numeric_limits<int32_t>::max()) {
+    fail_value("k.shape", api::shape_text(call.args.k), "fewer than 2^31 tokens");
+  }
+  const plan::Backend& backend = api::cuda_backend(call.place);
+  const plan::LaunchParams where =
+      api::checked_launch(launch, call.place, backend.cache_write_workspace(call.params, call.bounds));
+  api::require_launched(call.text(), call.place, backend.cache_write(call.params, call.bounds, where));
 }
 
 }  // namespace fold

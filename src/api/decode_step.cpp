@@ -95,7 +95,8 @@ void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeRe
   DecodeArgs after = args.decode;
   after.seqlens = vector_view(step.lengths);
   after.q_lens = vector_view(step.tokens);
-  const plan::DecodeParams params = api::checked_decode(cache, after, results);
+  plan::DecodeParams params = api::checked_decode(cache, after);
+  api::set_results(params, results);
   std::vector<int64_t> slots;
   TensorView mapping = args.slot_mapping;
   if (!mapping.defined()) {

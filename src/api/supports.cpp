@@ -1,6 +1,7 @@
 #include "fold/supports.h"
 
 #include "api/attention_checks.h"
+#include "api/backend.h"
 #include "api/cache_checks.h"
 #include "api/checks.h"
 
@@ -8,11 +9,12 @@ namespace fold {
 namespace {
 
 void check(Operation operation, const SupportQuery& query) {
-  const TensorView probe = [&] {
-    TensorView t(nullptr, query.dtype.value_or(DType::bf16), {0});
-    t.device = query.device.value_or(Device::cpu);
-    return t;
-  }();
+  TensorView probe(nullptr, query.dtype.value_or(DType::bf16), {0});
+  probe.device = query.device.value_or(Device::cpu);
+  probe.device_index = query.device_index;
+  if (operation == Operation::cache && probe.device == Device::cuda) {
+    api::cuda_backend(api::take_place({{"q", &probe}}));
+  }
   api::require_tensor("q", probe, 1, api::kFloatTypes);
   const int64_t kv_heads = query.n_kv_heads.value_or(query.n_heads.value_or(1));
   const int64_t heads = query.n_heads.value_or(kv_heads);

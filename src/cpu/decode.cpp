@@ -107,7 +107,8 @@ bool correct_row(Group& g, int r) {
     g.e_exponent[r] -= bits;
     g.shrunk[r] += bits;
   }
-  return g.recomputed[r] = true;
+  g.recomputed[r] = true;
+  return numerics::is_finite(g.z[r]);
 }
 
 /// Rows that are not done run again, as groups of their own.

@@ -53,6 +53,7 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
     }
     const numerics::Reference declared = numerics::declared_reference(largest, counted, extrapolated, rest);
     g.z[r] = numerics::add(declared.z, g.params->reference_shift);
+    if (!numerics::is_finite(g.z[r])) g.z[r] = numerics::quiet_nan();  // which asks for no plane
     g.spread[r] = declared.spread;
     g.gates[r] = numerics::widened(g.gates[r], declared.spread);
   }

@@ -384,7 +384,8 @@ CONSTRUCTIONS: dict[str, Any] = {
     "num_pages": ((2, 4, 2, 64, 100), {"num_pages": 0}, ValueError, "num_pages=0; allowed: None or at least 1"),
     "too many pages": ((2, 4, 2, 64, 100), {"num_pages": 2**31}, ValueError, "num_pages=2147483648; allowed"),
     "more than memory": ((2, 4, 2, 64, 100), {"num_pages": 2**31 - 1}, ValueError, "memory for that many pages"),
-    "device": ((2, 4, 2, 64, 100), {"device": "cuda"}, TypeError, "device=cuda; supported: cpu"),
+    "device": ((2, 4, 2, 64, 100), {"device": "meta"}, TypeError, "device=meta; supported: cpu, cuda"),
+    "no such GPU": ((2, 4, 2, 64, 100), {"device": "cuda:99"}, TypeError, "device=cuda:99; supported: cpu ("),
 }
 
 

@@ -1,0 +1,34 @@
+#pragma once
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <optional>
+
+#include "fold/launch.h"
+#include "tensor.h"
+
+namespace fold::binding {
+
+/// Where a call on `on`'s device runs: on the framework's current stream, in a workspace of the framework's allocator.
+/// On the CPU there is nothing to say.
+class Launching {
+ public:
+  Launching(const TensorView& on, int64_t workspace_bytes) {
+    if (on.device != Device::cuda) return;
+    launch_.stream = TVMFFIEnvGetStream(kDLCUDA, on.device_index);
+    if (workspace_bytes == 0) return;
+    const int64_t shape[] = {workspace_bytes};
+    memory_ = tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, tvm::ffi::ShapeView(shape, 1),
+                                             DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCUDA, on.device_index});
+    launch_.workspace = TensorView(memory_->data_ptr(), DType::u8, {workspace_bytes});
+    launch_.workspace.device = on.device;
+    launch_.workspace.device_index = on.device_index;
+  }
+
+  const Launch& launch() const { return launch_; }
+
+ private:
+  std::optional<tvm::ffi::Tensor> memory_;
+  Launch launch_;
+};
+
+}  // namespace fold::binding

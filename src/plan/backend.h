@@ -1,0 +1,51 @@
+#pragma once
+#include <cstdint>
+
+#include "plan/decode_params.h"
+
+// The contract between the API and a backend in a library of its own, which is loaded at run time. Everything here is
+// plain data: no C++ object crosses the boundary.
+namespace fold::plan {
+
+/// Of this header and of every struct that crosses the boundary; API and library must agree.
+constexpr int kBackendVersion = 2;
+
+/// What is declared about a cache write. Lengths, page ids and slots lie in device memory, where the host does not
+/// look, so grids and workspaces follow from these maxima alone.
+struct CacheWriteBounds {
+  int64_t tokens;     // T_total: rows of k and v
+  int64_t max_pages;  // columns of block_table
+};
+
+struct DecodeBounds {
+  int64_t max_pages;  // columns of block_table
+};
+
+/// Where a launch runs, and the memory it may use meanwhile.
+struct LaunchParams {
+  int device;
+  void* stream;     // of that device
+  void* workspace;  // as many bytes as the operation asks for, 256-byte aligned, in any state
+};
+
+/// Operations of a backend. Each returns null, or why nothing runs: a text that stays until the thread's next call.
+/// Arguments are checked by the caller as far as they can be without reading device memory; every pointer in a params
+/// struct is device memory. No operation waits for the device, and all can be captured in a graph.
+struct Backend {
+  int version;                             // kBackendVersion
+  const char* (*unavailable)(int device);  // null: the device can be used
+
+  int64_t (*cache_write_workspace)(const CacheWriteParams& params, const CacheWriteBounds& bounds);  // bytes
+  const char* (*cache_write)(const CacheWriteParams& params, const CacheWriteBounds& bounds,
+                             const LaunchParams& launch);
+
+  int64_t (*decode_workspace)(const DecodeParams& params, const DecodeBounds& bounds);  // bytes
+  /// One step, or (params.numerator set) its partial sums. `gates` is host memory.
+  const char* (*decode)(const DecodeParams& params, const DecodeBounds& bounds, const LaunchParams& launch);
+};
+
+/// The symbol that a backend's library exports, and its type.
+constexpr char kBackendSymbol[] = "fold_cuda_backend";
+using BackendSymbol = const Backend* (*)();
+
+}  // namespace fold::plan

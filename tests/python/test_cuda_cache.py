@@ -1,0 +1,187 @@
+"""The CUDA backend behind the Python front: the CPU's bytes (P4), graphs (P6), drafts, pages of the caller's.
+
+Needs a GPU that the backend runs on; docs/cuda.md says how these tests are run there.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from attention_reference import assert_same_bytes
+from cache_testing import HUGE_PAGE, layer, starts
+from torch import Tensor
+
+from fold_attention import FoldKVCache, decode_ops, fold_attn_with_kvcache, partial_attention, supports
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not supports("cache", device="cuda")[0], reason="no GPU, or no CUDA backend"
+)
+GPU = torch.device("cuda:0")
+LENGTHS = (1, 63, 64, 65, 257, 1024, 1301)
+
+
+def both(lengths: Any, layers: Any, room: int = 0, **options: Any) -> tuple[FoldKVCache, FoldKVCache]:
+    """The same requests on the CPU and on the GPU, in pools that read as NaN where nothing was written."""
+    q, k, _ = layers[0]
+    caches = []
+    for device in ("cpu", GPU):
+        cache = FoldKVCache(
+            len(lengths), q.shape[1], k.shape[1], q.shape[2], max(lengths) + room, device=device, **options
+        )
+        cache.storage.fill_(0xFF)
+        keys, values = (torch.cat([x[i][:n] for x, n in zip(layers, lengths, strict=True)]) for i in (1, 2))
+        cache.write_prompt(keys.to(device), values.to(device), starts(lengths).to(device))
+        caches.append(cache)
+    return caches[0], caches[1]
+
+
+def same(here: Any, there: Any, what: str = "") -> None:
+    """Tensors, tuples and mappings of them, on the CPU and on the GPU."""
+    if isinstance(here, Tensor):
+        assert there.device == GPU
+        assert_same_bytes(here, there.cpu(), what)
+    elif isinstance(here, dict):
+        assert here.keys() == there.keys()
+        for key, value in here.items():
+            same(value, there[key], f"{what} {key}")
+    else:
+        for a, b in zip(here, there, strict=True):
+            same(a, b, what)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, (16, 8), (4, 16)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pages_and_reads_are_the_cpus(dim, bits):
+    layers = [layer(n, dim=dim, seed=n, dtype=torch.bfloat16) for n in LENGTHS]
+    here, there = both(LENGTHS, layers, bits=bits)
+    same(here.storage, there.storage)
+    same(here.read(), there.read())
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": 12.0}, {"depth": 9.0, "tail": False}, {"window_size": (100, 0)}])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 1, 128), (16, 1, 64), (4, 2, 256), (5, 1, 128)])
+def test_attention_has_the_cpus_bits(heads, kv_heads, dim, options):
+    layers = [layer(n, heads, kv_heads, dim, n) for n in LENGTHS]
+    here, there = both(LENGTHS, layers, **options)
+    q = torch.stack([x[0][-1] for x in layers])
+    sinks = torch.linspace(-3, 9, heads)
+    asked: dict[str, Any] = {"return_lse": True, "return_info": True}
+    for splits in (0, 1, 7):
+        out = here.attend(q, splits=splits, sinks=sinks, **asked)
+        same(out, there.attend(q.to(GPU), splits=splits, sinks=sinks.to(GPU), **asked), f"{splits}")
+
+
+@pytest.mark.parametrize("depth", [None, 11.0])
+def test_steps_drafts_and_forks(depth):
+    """Appends of one and of several tokens, chains and trees, shared prefixes, truncation."""
+    layers = [layer(400, seed=i) for i in range(3)]
+    here, there = both((130, 64, 255), layers, room=60, depth=depth)
+
+    def rows(token: int, count: int) -> list[Tensor]:
+        return [torch.stack([x[i][token : token + count] for x in layers]) for i in range(3)]
+
+    tree = torch.tensor([[-1, 0, 0, 1]]).expand(3, 4)
+    for token, count, options in ((300, 1, {}), (301, 4, {}), (305, 4, {"tree": tree}), (309, 2, {})):
+        new = rows(token, count)
+        on_gpu = {name: value.to(GPU) for name, value in options.items()}
+        expected = here.decode(*new, return_lse=True, **options)
+        same(expected, there.decode(*(x.to(GPU) for x in new), return_lse=True, **on_gpu), f"{token}")
+    for cache in (here, there):
+        cache.truncate([120, 70, 200])
+        cache.fork(cache.requests[2], 190)
+    new = rows(320, 1)
+    new = [torch.cat([x, x[:1]]) for x in new]
+    same(here.decode(*new), there.decode(*(x.to(GPU) for x in new)))
+    assert here.lengths == there.lengths
+
+
+def test_partials_and_files(tmp_path):
+    layers = [layer(700, seed=i) for i in range(2)]
+    here, there = both((700, 513), layers, depth=12.0)
+    q = torch.stack([x[0][-1:] for x in layers])
+    same(partial_attention(q, here, 64, 448), partial_attention(q.to(GPU), there, 64, 448))
+    there.save(tmp_path / "cache.safetensors")
+    again = FoldKVCache.load(tmp_path / "cache.safetensors", device=GPU)
+    same(here.attend(q), again.attend(q.to(GPU)))
+    same(FoldKVCache.load(tmp_path / "cache.safetensors", device="cpu").attend(q), again.attend(q.to(GPU)))
+
+
+def test_a_captured_step_replays_at_other_lengths():
+    """Pages of the caller's: one graph of append and attention, replayed with other lengths, pages and padding."""
+    batch, heads, dim = 4, 4, 64
+    layers = [layer(900, heads, 2, dim, i, torch.bfloat16) for i in range(batch)]
+    lengths = [0, 70, 511, 800]
+    cache, there = both([max(1, n) for n in lengths], layers, room=90, depth=12.0)
+    table = torch.full((batch, there.tables()[0].shape[1] + 2), HUGE_PAGE, dtype=torch.int32)
+    own = cache.tables()[0]
+    table[:, : own.shape[1]] = torch.where(own >= 0, own, HUGE_PAGE)
+    pool = there.storage
+    static: dict[str, Tensor] = {
+        "q": torch.zeros(batch, heads, dim, dtype=torch.bfloat16),
+        "k": torch.zeros(batch, 2, dim, dtype=torch.bfloat16),
+        "v": torch.zeros(batch, 2, dim, dtype=torch.bfloat16),
+        "block_table": table,
+        "cache_seqlens": torch.zeros(batch, dtype=torch.int32),
+    }
+    held = {name: value.to(GPU) for name, value in static.items()}
+    pages = torch.arange(there.num_pages, dtype=torch.int32).view(batch, -1)
+    assert pages.shape[1] * there.page_size >= 900
+
+    def step(arguments: dict[str, Tensor], on: FoldKVCache) -> Any:
+        q, k, v = (arguments[name] for name in "qkv")
+        table, held_keys = arguments["block_table"], arguments["cache_seqlens"]
+        return fold_attn_with_kvcache(q, on, k, v, return_lse=True, block_table=table, cache_seqlens=held_keys)
+
+    held["block_table"][:, : pages.shape[1]] = pages.to(GPU)
+    step(held, there)  # outside the graph once: the library is loaded, kernels are
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(held, there)
+    for seed, now in enumerate(((800, 70, 511, 3), (0, 1, 64, 899))):
+        full = max(now) + 1
+        for cached in (cache, there):
+            cached.storage.fill_(0xFF)
+        arguments = dict(static)
+        arguments["block_table"] = static["block_table"].clone()
+        arguments["block_table"][:, : pages.shape[1]] = pages.flip(1) if seed else pages
+        used = -(-full // there.page_size)
+        arguments["block_table"][:, used:] = HUGE_PAGE
+        if seed:
+            arguments["block_table"][0] = -1  # padding
+        arguments["cache_seqlens"] = torch.tensor(now, dtype=torch.int32)
+        for i, name in enumerate("qkv"):
+            arguments[name] = torch.stack([x[i][n] for x, n in zip(layers, now, strict=True)])
+        for b, n in enumerate(now):
+            if n == 0:
+                continue
+            prompt = [layers[b][i][:n] for i in (1, 2)]
+            where = (arguments["block_table"][b : b + 1], torch.zeros(1, dtype=torch.int32), starts([n]))
+            decode_ops.cache_write(cache.storage, cache.layout, *prompt, *where, None)
+        pool.copy_(cache.storage)
+        for name, value in arguments.items():
+            held[name].copy_(value)
+        graph.replay()
+        same(step(arguments, cache), result, f"lengths {now}")
+        same(cache.storage, pool, f"pages after {now}")
+
+
+def test_pages_that_do_not_exist_are_no_pages():
+    """Ids outside the pool and lengths past the table, which the host never sees: such a request has no keys, writes
+    nothing, and its neighbours do not notice."""
+    layers = [layer(300, seed=i) for i in range(3)]
+    _, there = both((300, 200, 300), layers, room=10)
+    table, lengths = (x.clone() for x in there.tables())
+    q = torch.stack([x[0][-1] for x in layers]).to(GPU)
+    good = there.attend(q)
+    for bad_table, bad_lengths in ((torch.tensor([10**6, -7]), 200), (table[1, :2].cpu(), 10**7)):
+        table[1, :2], lengths[1] = bad_table.to(GPU), bad_lengths
+        before = there.storage.clone()
+        out, lse = there.attend(q, block_table=table, cache_seqlens=lengths, return_lse=True)
+        assert_same_bytes(out[0].cpu(), good[0].cpu())
+        assert_same_bytes(out[2].cpu(), good[2].cpu())
+        assert not out[1].any()
+        assert bool((lse[1] == -torch.inf).all())
+        row = [x[1:2, :2].contiguous().to(GPU) for x in (layers[1][1], layers[1][2])]
+        decode_ops.cache_write(there.storage, there.layout, *row, table[1:2], lengths[1:2], starts([1]).to(GPU), None)
+        assert torch.equal(there.storage, before)
