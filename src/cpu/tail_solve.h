@@ -1,5 +1,6 @@
 #pragma once
 #include "cpu/cache_kernels.h"
+#include "numerics/tail.h"
 
 // A fit's linear algebra (docs/numerics.md, section 9), for the instruction set that the including source is compiled
 // for. The order in which an element receives its terms is part of the format; elements are independent of each other,
@@ -8,7 +9,6 @@ namespace fold::cpu {
 namespace {
 
 using numerics::kRank;
-constexpr int kIterations = 6;
 
 template <int kBytes>
 struct Doubles {
@@ -46,7 +46,7 @@ void factor(const FitBuffers& buffers) {
   double* a = buffers.a;
   int64_t trace = 0;
   for (int i = 0; i < D; ++i) trace += sums[i * 2 * D + i];
-  const double ridge = static_cast<double>(trace) * 1e-3 / D + 1.0;
+  const double ridge = numerics::ridge(trace, D);
   for (int i = 0; i < D; ++i) {
     for (int j = 0; j < D; ++j) a[j * D + i] = j <= i ? static_cast<double>(sums[i * 2 * D + j]) : 0.0;
     a[i * D + i] += ridge;
@@ -103,7 +103,7 @@ void orthonormalise(double* x) {
     double square = 0.0;
     for (int i = 0; i < D; ++i) square += x[i * kRank + r] * x[i * kRank + r];
     const double norm = __builtin_sqrt(square);
-    const bool dependent = norm <= 1e-8 * before[r];
+    const bool dependent = numerics::is_dependent(norm, before[r]);
     for (int i = 0; i < D; ++i) x[i * kRank + r] = dependent ? 0.0 : x[i * kRank + r] / norm;
     for (int s = 0; s < kRank; ++s) dots[s] = 0.0;
     for (int i = 0; i < D; ++i) {
@@ -121,9 +121,9 @@ void directions(const FitBuffers& buffers) {
   const double* a = buffers.a;
   double *x = buffers.x, *v = buffers.v;
   for (int i = 0; i < D; ++i) {
-    for (int r = 0; r < kRank; ++r) x[i * kRank + r] = __builtin_popcount(i & r) % 2 == 0 ? 1.0 : -1.0;
+    for (int r = 0; r < kRank; ++r) x[i * kRank + r] = numerics::start_sign(i, r);
   }
-  for (int iteration = 0; iteration < kIterations; ++iteration) {
+  for (int iteration = 0; iteration < numerics::kFitIterations; ++iteration) {
     for (int i = 0; i < D; ++i) {  // into v, then back
       combine<kBytes, kRank, false>(v + i * kRank, nullptr, buffers.c + i * D, 1, x, kRank, D);
     }
@@ -155,11 +155,10 @@ double column_max(const double* x, int r) {
 /// Step 7.
 template <int D>
 void quantise(int e_exponent, const FitBuffers& buffers, const FitOut& out) {
-  const double unit = static_cast<double>(numerics::pow2(e_exponent)) * 0x1p-8;
   for (int r = 0; r < kRank; ++r) {
     const double su = column_max<D>(buffers.x, r) / 127.0, sp = column_max<D>(buffers.v, r) / 127.0;
-    const float f = static_cast<float>((su * sp) * unit);
-    const bool usable = su > 0.0 && sp > 0.0 && numerics::is_finite(f);
+    const float f = numerics::direction_scale(su, sp, e_exponent);
+    const bool usable = numerics::is_finite(f);
     out.f[r] = usable ? f : 0.0f;
     for (int i = 0; i < D; ++i) {
       out.u[r * D + i] = usable ? static_cast<int8_t>(__builtin_rint(buffers.x[i * kRank + r] / su)) : int8_t{0};

@@ -1,6 +1,7 @@
 #pragma once
 #include "cpu/cache_kernels.h"
 #include "numerics/block.h"
+#include "numerics/tail.h"
 
 // The integer sums behind a fit (docs/numerics.md, section 9), for the instruction set that the including source is
 // compiled for.
@@ -39,8 +40,7 @@ void pack_block_of(const uint8_t* k_h, const numerics::PlaneRow& v, const uint16
     for (int n = 0; n < 2; ++n) {
       numerics::codes(k_h + (j + n) * (D / 2), D, u[n]);
       numerics::readings(numerics::plane_row(v, j + n, D), D, y[n]);
-      const float scale = numerics::mul(numerics::from_bf16(v_scale[numerics::scale_slot(j + n)]), inverse);
-      const float unit = scale > 1.0f ? 0.0f : scale;  // an outlier takes no part
+      const float unit = numerics::fit_weight(numerics::from_bf16(v_scale[numerics::scale_slot(j + n)]), inverse);
       for (int i = 0; i < D; ++i) {
         y[n][i] = static_cast<int>(numerics::rne(numerics::mul(static_cast<float>(y[n][i]), unit)));
       }

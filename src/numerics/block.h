@@ -1,5 +1,5 @@
 #pragma once
-#include "numerics/planes.h"
+#include "numerics/summary.h"
 
 // What is stored about 64 keys: docs/numerics.md, section 2.
 namespace fold::numerics {
@@ -67,7 +67,7 @@ FOLD_HD void block_ubar(const uint8_t* k_h, int head_dim, uint8_t* ubar) {
     codes(k_h + j * (head_dim / 2), head_dim, u);
     for (int i = 0; i < head_dim; ++i) sum[i] += u[i];
   }
-  for (int i = 0; i < head_dim; ++i) ubar[i] = static_cast<uint8_t>((16 * sum[i] + 32) / 64);
+  for (int i = 0; i < head_dim; ++i) ubar[i] = mean_code(sum[i]);
 }
 
 /// The block's mean V row; returns its scale. v: planes of the first key; v_scale: (64,), permuted; mean: (head_dim,)
@@ -76,7 +76,7 @@ FOLD_HD uint16_t block_mean(const PlaneRow& v, const uint16_t* v_scale, int head
   int r[kMaxHeadDim];
   for (int j = 0; j < kTile; ++j) {
     readings(plane_row(v, j, head_dim), head_dim, r);
-    const float unit = mul(from_bf16(v_scale[scale_slot(j)]), 0x1p-8f / kTile);  // the mean's 1/64 first: no overflow
+    const float unit = mean_unit(v_scale[scale_slot(j)]);
     for (int i = 0; i < head_dim; ++i) sum[i] = add(sum[i], mul(unit, static_cast<float>(r[i])));
   }
   int8_t rest[kMaxHeadDim];
