@@ -56,7 +56,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axes.set_yscale("log")
             axes.set_xlim(-0.3, len(places) + 0.4)
             axes.set_xticks(list(places.values()), ["none" if d is None else f"{d:g}" for d in places])
-            axes.set_xlabel(r"depth (values with a weight below $2^{-\mathrm{depth}}$ of the mass are not read)")
+            axes.set_xlabel(r"depth (values with a weight below about $2^{-\mathrm{depth}}$ of the mass are not read)")
             axes.tick_params(which="both", length=0)
             axes.grid(axis="x", visible=False)
             _label(axes, draw(axes, rows, places), len(places) - 0.85)
