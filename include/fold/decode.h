@@ -55,11 +55,14 @@ FOLD_API void decode(const CacheStorage& cache, const DecodeArgs& args, const De
 /// A partial sum over the keys [begin, end) of every request; ends that are not multiples of 64 must lie at or past the
 /// length. Partials over disjoint ranges add to the bits of the whole.
 struct Partial {
-  TensorView numerator;    ///< (B, T, H, D) i64, rotated channels, unit E 2^-42
-  TensorView denominator;  ///< (B, T, H, 3) i64: sums of weights (unit 2^-26), of weights times V's scales (unit
-                           ///< E 2^-26), visible keys
-  TensorView grid;         ///< (B, T, H, 3) f32: the declared reference Z (log2), E and the row's spread (log2 of its
-                    ///< effective number of keys); NaN for a poisoned row, (-inf, 0, 0) for a row without keys
+  TensorView numerator;  ///< (B, T, H, D) i64, rotated channels, unit E 2^-42
+
+  /// (B, T, H, 3) i64: sums of weights (unit 2^-26), of weights times V's scales (unit E 2^-26), visible keys.
+  TensorView denominator;
+
+  /// (B, T, H, 3) f32: the declared reference Z (log2), E and the row's spread (log2 of its effective number of keys);
+  /// NaN for a poisoned row, (-inf, 0, 0) for a row without keys.
+  TensorView grid;
 };
 
 FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t begin, int64_t end,
