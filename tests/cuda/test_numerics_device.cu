@@ -1,10 +1,9 @@
 // The numerics on a device: the golden files' bytes, and the host's bits on many more values (P4 of docs/numerics.md).
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <cstring>
 #include <random>
 
+#include "device_memory.h"
 #include "fold/safetensors.h"
 #include "numerics/exp2.h"
 #include "numerics/planes.h"
@@ -12,35 +11,13 @@
 namespace {
 
 using namespace fold::numerics;
+using fold::testing::check;
+using fold::testing::OnDevice;
 
-void check(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-
-/// Device memory holding a copy of host values.
 template <typename T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : size_(values.size()) {
-    check(cudaMalloc(&data_, size_ * sizeof(T)));
-    check(cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  explicit OnDevice(size_t size) : OnDevice(std::vector<T>(size)) {}
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() { cudaFree(data_); }
-
-  T* data() { return data_; }
-  std::vector<T> back() const {
-    std::vector<T> values(size_);
-    check(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-
- private:
-  size_t size_;
-  T* data_ = nullptr;
-};
+std::vector<T> zeros(size_t size) {
+  return std::vector<T>(size);
+}
 
 template <typename T>
 bool same_bits(T a, T b) {
@@ -85,24 +62,18 @@ __global__ void functions(const float* x, const float* ratio, int count, float* 
   logarithm[i] = fold::numerics::log2(fabsf(x[i]) + 1.0f);
 }
 
-class Device : public ::testing::Test {
- protected:
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
-  }
-};
+using NumericsOnDevice = fold::testing::DeviceTest;
 
-TEST_F(Device, RowsOfTheGoldenFile) {
+TEST_F(NumericsOnDevice, RowsOfTheGoldenFile) {
   fold::TensorFile file(FOLD_GOLDEN_DIR "/rows.safetensors");
   for (const int d : {64, 128, 256}) {
     const std::string at = "rows." + std::to_string(d) + ".";
     const auto x = file.read<float>(file.entry(at + "x"));
     const int rows = static_cast<int>(x.size()) / d;
     OnDevice<float> values(x);
-    OnDevice<int8_t> a(x.size()), b(x.size());
-    OnDevice<int32_t> scale(rows);
-    OnDevice<uint8_t> h(x.size() / 2), l(x.size() / 2);
+    OnDevice<int8_t> a(zeros<int8_t>(x.size())), b(zeros<int8_t>(x.size()));
+    OnDevice<int32_t> scale(zeros<int32_t>(rows));
+    OnDevice<uint8_t> h(zeros<uint8_t>(x.size() / 2)), l(zeros<uint8_t>(x.size() / 2));
     split_rows<<<1, 64>>>(values.data(), rows, d, a.data(), b.data(), scale.data(), h.data(), l.data());
     check(cudaDeviceSynchronize());
     expect_same(values.back(), file.read<float>(file.entry(at + "rotated")), "rotated");
@@ -114,7 +85,7 @@ TEST_F(Device, RowsOfTheGoldenFile) {
   }
 }
 
-TEST_F(Device, FunctionsAreTheHostsOnMillionsOfValues) {
+TEST_F(NumericsOnDevice, FunctionsAreTheHostsOnMillionsOfValues) {
   constexpr int kCount = 1 << 22;
   std::mt19937 rng(1);
   std::uniform_real_distribution<float> range(-70.0f, 45.0f), share(0.0f, 1.0f);
@@ -123,9 +94,9 @@ TEST_F(Device, FunctionsAreTheHostsOnMillionsOfValues) {
     x[i] = i % 4 == 0 ? float_of(static_cast<uint32_t>(rng())) : range(rng);  // every fourth: any bit pattern, NaN too
     ratio[i] = share(rng);
   }
-  OnDevice<float> dx(x), dratio(ratio), mantissa(kCount), logarithm(kCount);
-  OnDevice<int32_t> exponent(kCount);
-  OnDevice<int64_t> fixed(kCount);
+  OnDevice<float> dx(x), dratio(ratio), mantissa(zeros<float>(kCount)), logarithm(zeros<float>(kCount));
+  OnDevice<int32_t> exponent(zeros<int32_t>(kCount));
+  OnDevice<int64_t> fixed(zeros<int64_t>(kCount));
   functions<<<kCount / 256, 256>>>(dx.data(), dratio.data(), kCount, mantissa.data(), exponent.data(), fixed.data(),
                                    logarithm.data());
   check(cudaDeviceSynchronize());

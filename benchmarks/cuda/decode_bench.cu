@@ -1,0 +1,231 @@
+// Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
+// rows needed and their rate. L2 is evicted before every step by writing 256 MB and then reading other 256 MB.
+// decode_bench [NAME]: the shapes whose name contains NAME.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda/decode/decode.h"
+#include "fold/cache_ops.h"
+#include "fold/decode.h"
+
+namespace {
+
+using fold::DType;
+using fold::TensorView;
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+template <typename T>
+T* device_array(const std::vector<T>& values) {
+  T* data = nullptr;
+  check(cudaMalloc(&data, values.size() * sizeof(T)));
+  check(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return data;
+}
+template <typename T>
+std::vector<T> host_copy(const T* data, size_t size) {
+  std::vector<T> values(size);
+  check(cudaMemcpy(values.data(), data, size * sizeof(T), cudaMemcpyDeviceToHost));
+  return values;
+}
+
+struct Shape {
+  const char* name;
+  int64_t batch, keys, heads, kv_heads, head_dim;
+};
+constexpr Shape kShapes[] = {
+    {"B8 S32768 H32/8 D128", 8, 32768, 32, 8, 128},  {"B32 S8192 H32/8 D128", 32, 8192, 32, 8, 128},
+    {"B1 S32768 H32/8 D128", 1, 32768, 32, 8, 128},  {"B1 S131072 H32/8 D128", 1, 131072, 32, 8, 128},
+    {"B8 S32768 H64/8 D128", 8, 32768, 64, 8, 128},  {"B8 S32768 H64/8 D64", 8, 32768, 64, 8, 64},
+    {"B4 S32768 H96/8 D128", 4, 32768, 96, 8, 128},  {"B64 S2048 H32/8 D128", 64, 2048, 32, 8, 128},
+    {"B256 S1024 H32/8 D128", 256, 1024, 32, 8, 128}};
+
+__global__ void read_all(const uint4* data, int64_t size, unsigned* sink) {
+  unsigned sum = 0;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
+    const uint4 v = data[i];
+    sum ^= v.x ^ v.y ^ v.z ^ v.w;
+  }
+  if (sum == 0x12345678) *sink = sum;
+}
+
+class Evictor {
+ public:
+  Evictor() {
+    check(cudaMalloc(&written_, kBytes));
+    check(cudaMalloc(&read_, kBytes));
+    check(cudaMalloc(&sink_, sizeof(unsigned)));
+    check(cudaMemset(read_, 1, kBytes));
+  }
+  void operator()(cudaStream_t stream) {
+    check(cudaMemsetAsync(written_, 2, kBytes, stream));
+    read_all<<<1056, 256, 0, stream>>>(static_cast<const uint4*>(read_), kBytes / 16, sink_);
+  }
+
+ private:
+  static constexpr int64_t kBytes = 256 << 20;
+  void *written_ = nullptr, *read_ = nullptr;
+  unsigned* sink_ = nullptr;
+};
+
+struct Times {
+  float median, low, high;  // 10th and 90th percentile
+};
+
+Times time_of(const std::function<void()>& step, Evictor& evict, cudaStream_t stream) {
+  constexpr int kRuns = 41;
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin));
+  check(cudaEventCreate(&end));
+  std::vector<float> times;
+  for (int i = 0; i < kRuns + 3; ++i) {
+    evict(stream);
+    check(cudaEventRecord(begin, stream));
+    step();
+    check(cudaEventRecord(end, stream));
+    check(cudaEventSynchronize(end));
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= 3) times.push_back(1000 * ms);
+  }
+  std::sort(times.begin(), times.end());
+  return {times[kRuns / 2], times[kRuns / 10], times[kRuns - 1 - kRuns / 10]};
+}
+
+/// One request's pages, written by the CPU backend, and as many copies of them as the batch asks for.
+struct Cache {
+  explicit Cache(const Shape& s) : layout{.n_kv_heads = s.kv_heads, .head_dim = s.head_dim} {
+    sections = fold::page_sections(layout);
+    const int64_t pages = s.keys / layout.page_size + 1, rows = s.keys * s.kv_heads * s.head_dim;
+    std::mt19937 rng(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> k(static_cast<size_t>(rows)), v(k.size());
+    for (float& x : k) x = normal(rng);
+    for (float& x : v) x = normal(rng);
+    std::vector<uint8_t> bytes(static_cast<size_t>(pages * sections.bytes));
+    std::vector<int32_t> table(static_cast<size_t>(pages));
+    std::iota(table.begin(), table.end(), 0);
+    int32_t before = 0, ends[2] = {0, static_cast<int32_t>(s.keys)};
+    fold::cache_write({layout, TensorView(bytes.data(), DType::u8, {pages, sections.bytes})},
+                      {.k = TensorView(k.data(), DType::f32, {s.keys, s.kv_heads, s.head_dim}),
+                       .v = TensorView(v.data(), DType::f32, {s.keys, s.kv_heads, s.head_dim}),
+                       .block_table = TensorView(table.data(), DType::i32, {1, pages}),
+                       .seqlens = TensorView(&before, DType::i32, {1}),
+                       .cu_seqlens = TensorView(ends, DType::i32, {2}),
+                       .slot_mapping = {}});
+    check(cudaMalloc(&data, bytes.size() * s.batch));
+    for (int64_t b = 0; b < s.batch; ++b)
+      check(cudaMemcpy(data + b * bytes.size(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+    std::vector<int32_t> all;
+    for (int64_t b = 0; b < s.batch; ++b) {
+      for (int64_t i = 0; i < pages; ++i) all.push_back(static_cast<int32_t>(b * pages + i));
+    }
+    block_table = device_array(all);
+    pages_of_request = pages;
+    num_pages = pages * s.batch;
+  }
+  ~Cache() {
+    cudaFree(data);
+    cudaFree(block_table);
+  }
+
+  fold::CacheLayout layout;
+  fold::PageSections sections;
+  uint8_t* data = nullptr;
+  int32_t* block_table = nullptr;
+  int64_t pages_of_request = 0, num_pages = 0;
+};
+
+/// Queries of a group: 0.8 shared, 0.6 their own; logits of standard deviation 3 nats.
+std::vector<float> queries(const Shape& s) {
+  std::mt19937 rng(2);
+  std::normal_distribution<float> normal;
+  std::vector<float> q, shared(static_cast<size_t>(s.head_dim));
+  for (int64_t row = 0; row < s.batch * s.heads; ++row) {
+    if (row % (s.heads / s.kv_heads) == 0) {
+      for (float& x : shared) x = normal(rng);
+    }
+    for (const float x : shared) q.push_back(3 * (0.8f * x + 0.6f * normal(rng)));
+  }
+  return q;
+}
+
+void run(const Shape& s, Evictor& evict, cudaStream_t stream) {
+  const Cache cache(s);
+  const size_t rows = static_cast<size_t>(s.batch * s.heads);
+  float* q = device_array(queries(s));
+  float* out = device_array(std::vector<float>(rows * s.head_dim));
+  float* kept = device_array(std::vector<float>(rows));
+  uint8_t* again = device_array(std::vector<uint8_t>(rows));
+  int64_t* bytes = device_array(std::vector<int64_t>(static_cast<size_t>(s.batch * s.kv_heads)));
+  int32_t* lengths = device_array(std::vector<int32_t>(static_cast<size_t>(s.batch), static_cast<int32_t>(s.keys)));
+  for (const float depth : {12.0f, 16.0f, std::numeric_limits<float>::infinity()}) {
+    float* depths = device_array(std::vector<float>{depth});
+    fold::plan::DecodeParams p{};
+    p.cache = {cache.data, cache.sections.bytes, cache.num_pages, cache.layout, cache.sections};
+    p.q = q;
+    p.q_stride_h = p.out_stride_h = s.head_dim;
+    p.q_stride_b = p.out_stride_b = p.q_stride_t = p.out_stride_t = s.heads * s.head_dim;
+    p.block_table = cache.block_table;
+    p.block_table_stride = cache.pages_of_request;
+    p.seqlens = lengths;
+    p.depth = depths;
+    p.qk_scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(s.head_dim)));
+    p.window_left = -1;
+    p.key_end = std::numeric_limits<int64_t>::max();
+    p.batch = s.batch;
+    p.tokens = 1;
+    p.heads = s.heads;
+    p.out = out;
+    p.kept_fraction = kept;
+    p.recomputed = again;
+    p.bytes_read = bytes;
+    void* workspace = nullptr;
+    check(cudaMalloc(&workspace, fold::cuda::decode_workspace(p)));
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    fold::cuda::decode(p, {.max_pages = cache.pages_of_request}, workspace, stream);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&executable, graph, 0));
+    const Times t = time_of([&] { check(cudaGraphLaunch(executable, stream)); }, evict, stream);
+    const auto needed = host_copy(bytes, static_cast<size_t>(s.batch * s.kv_heads));
+    const double total = static_cast<double>(std::accumulate(needed.begin(), needed.end(), int64_t{0}));
+    const auto shares = host_copy(kept, rows);
+    const auto reruns = host_copy(again, rows);
+    std::printf(
+        "%-22s depth %4.0f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, %4.1f %% kept, %ld of %zu rows again\n",
+        s.name, depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        100 * std::accumulate(shares.begin(), shares.end(), 0.0) / static_cast<double>(rows),
+        std::accumulate(reruns.begin(), reruns.end(), 0L), rows);
+    std::fflush(stdout);
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+    cudaFree(workspace);
+    cudaFree(depths);
+  }
+  for (void* data : {static_cast<void*>(q), static_cast<void*>(out), static_cast<void*>(kept),
+                     static_cast<void*>(again), static_cast<void*>(bytes), static_cast<void*>(lengths)})
+    cudaFree(data);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  Evictor evict;
+  for (const Shape& shape : kShapes) {
+    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, evict, stream);
+  }
+}

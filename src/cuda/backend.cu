@@ -1,0 +1,84 @@
+#include "cuda/cache/cache_write.h"
+#include "cuda/decode/decode.h"
+#include "cuda/launch.h"
+#include "plan/backend.h"
+
+// The library's only export: the table of what it can do.
+namespace fold::cuda {
+namespace {
+
+/// What the thread's last refused call said.
+thread_local std::string refusal;
+
+/// Makes a device the current one for as long as it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    require_success(cudaGetDevice(&before_), "the current device");
+    if (device != before_) require_success(cudaSetDevice(device), "the tensors' device");
+    changed_ = device != before_;
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+/// Runs f on a device; null, or why it could not. No exception leaves the library.
+template <typename F>
+const char* guarded(int device, const F& f) {
+  try {
+    const CurrentDevice current(device);
+    f();
+    return nullptr;
+  } catch (const std::exception& e) {
+    refusal = e.what();
+    return refusal.c_str();
+  }
+}
+
+const char* unavailable(int device) {
+  int count = 0, major = 0, minor = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) return cudaGetErrorString(status);
+  if (device < 0 || device >= count) return "there is no such device";
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    return "the device's compute capability is unknown";
+  }
+  return major == 9 && minor == 0 ? nullptr : "the kernels are for compute capability 9.0";
+}
+
+const char* run_cache_write(const plan::CacheWriteParams& params, const plan::CacheWriteBounds& bounds,
+                            const plan::LaunchParams& launch) {
+  return guarded(launch.device,
+                 [&] { cache_write(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
+}
+
+int64_t decode_bytes(const plan::DecodeParams& params, const plan::DecodeBounds&) { return decode_workspace(params); }
+
+const char* run_decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds,
+                       const plan::LaunchParams& launch) {
+  return guarded(launch.device,
+                 [&] { decode(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
+}
+
+constexpr plan::Backend kBackend = {
+    .version = plan::kBackendVersion,
+    .unavailable = unavailable,
+    .cache_write_workspace = cache_write_workspace,
+    .cache_write = run_cache_write,
+    .decode_workspace = decode_bytes,
+    .decode = run_decode,
+};
+
+}  // namespace
+}  // namespace fold::cuda
+
+extern "C" __attribute__((visibility("default"))) const fold::plan::Backend* fold_cuda_backend() {
+  return &fold::cuda::kBackend;
+}

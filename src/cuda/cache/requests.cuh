@@ -1,0 +1,129 @@
+#pragma once
+#include "plan/backend.h"
+#include "plan/cache_access.h"
+
+// What a cache write brings to each request. Tables, lengths and slots were seen by nobody before the kernels, so
+// whatever does not make sense in them is made harmless here: no page outside the pool is touched, no row of k or v
+// outside the tensors is read.
+namespace fold::cuda::cache {
+
+using numerics::kTile;
+
+constexpr unsigned kWarp = 0xFFFFFFFFu;  ///< all lanes
+constexpr int kMaxFitBlocks = 128;       ///< thread blocks that compute fits
+
+struct Write {
+  plan::CacheWriteParams params;
+  int32_t tokens;      // T_total
+  int64_t room;        // keys that a row of block_table has pages for
+  int head_step;       // KV heads of a thread block that writes rows
+  int32_t* token_of;   // (tokens,): real token k of a request stands at its first token + k; null: all tokens are real
+  int32_t* counts;     // (B,) real tokens of each request; null likewise
+  uint32_t* arrivals;  // (kMaxFitBlocks,) parts of a fit that are done
+};
+
+/// Tokens [first, last) are a request's.
+struct TokenRange {
+  int first, last;
+};
+
+__device__ inline TokenRange token_range(const Write& w, int request) {
+  const int first = min(max(w.params.cu_seqlens[request], 0), w.tokens);
+  return {first, min(max(w.params.cu_seqlens[request + 1], first), w.tokens)};
+}
+
+/// A request that holds `length` keys and will hold new_length.
+struct Request {
+  int64_t length, new_length;
+  int first_token;
+};
+
+__device__ inline Request request_of(const Write& w, int index) {
+  const TokenRange range = token_range(w, index);
+  const int64_t length = w.params.seqlens[index];
+  const int64_t count = w.counts != nullptr ? w.counts[index] : range.last - range.first;
+  if (length < 0) return {0, 0, range.first};
+  return {length, max(length, min(length + count, w.room)), range.first};
+}
+
+/// The token that becomes a request's k-th new key.
+__device__ inline int token_of(const Write& w, const Request& r, int64_t k) {
+  const int64_t at = r.first_token + k;
+  return w.token_of != nullptr ? w.token_of[at] : static_cast<int>(at);
+}
+
+/// Where a request's key lies.
+struct Location {
+  int64_t page;  // -1: not in the pool
+  int slot;
+};
+
+/// key: below w.room, which 31 bits hold.
+__device__ inline Location locate_key(const Write& w, int request, int64_t key) {
+  const plan::CacheView& cache = w.params.cache;
+  const unsigned page_size = static_cast<unsigned>(cache.layout.page_size),
+                 index = static_cast<unsigned>(key) / page_size;
+  const int64_t id = w.params.block_table[request * w.params.block_table_stride + index];
+  return {id >= 0 && id < cache.num_pages ? id : -1, static_cast<int>(static_cast<unsigned>(key) - index * page_size)};
+}
+
+// Counting over requests, by a whole thread block.
+
+struct ScanShared {
+  unsigned warps[32];
+};
+
+/// The sum over the threads before this one; `total` becomes that over all threads.
+__device__ inline unsigned exclusive_sum(unsigned n, unsigned& total, ScanShared& shared) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned sum = n;
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const unsigned before = __shfl_up_sync(kWarp, sum, step);
+    if (lane >= step) sum += before;
+  }
+  __syncthreads();  // shared may still be in use
+  if (lane == 31) shared.warps[warp] = sum;
+  __syncthreads();
+  unsigned earlier = 0;
+  total = 0;
+  for (unsigned i = 0; i < blockDim.x / 32; ++i) {
+    earlier += i < warp ? shared.warps[i] : 0;
+    total += shared.warps[i];
+  }
+  return earlier + sum - n;
+}
+
+/// The index-th of things that requests have count(request) of each, in order.
+struct Place {
+  int request;      // -1: there are not so many
+  unsigned offset;  // among its request's
+  unsigned total;
+};
+
+struct LocateShared {
+  ScanShared scan;
+  int request;
+  unsigned offset;
+};
+
+template <typename Count>
+__device__ Place locate(unsigned index, int64_t requests, Count count, LocateShared& shared) {
+  unsigned total = 0;
+  __syncthreads();  // shared may still be in use
+  if (threadIdx.x == 0) shared.request = -1;
+  for (int64_t first = 0; first < requests; first += blockDim.x) {
+    const int request = static_cast<int>(first + threadIdx.x);
+    const unsigned n = request < requests ? count(request) : 0;
+    unsigned sum = 0;
+    const unsigned before = total + exclusive_sum(n, sum, shared.scan);
+    if (index - before < n) {  // wraps for an earlier index
+      shared.request = request;
+      shared.offset = index - before;
+    }
+    total += sum;
+  }
+  __syncthreads();
+  return {shared.request, shared.offset, total};
+}
+
+}  // namespace fold::cuda::cache

@@ -1,0 +1,366 @@
+#pragma once
+#include "cuda/cache/tail_sums.cuh"
+#include "numerics/quotient.h"
+
+// A fit's linear algebra (docs/numerics.md, section 9), by a thread block. The order in which an element receives its
+// terms is part of the format; elements are independent of each other, so they are what the threads share out.
+namespace fold::cuda::cache {
+
+using numerics::kRank;
+
+template <int D>
+struct SolveShape {
+  static constexpr bool kInShared = D <= 128;           ///< whether L, and later C, have room in shared memory
+  static constexpr int kPitch = kInShared ? D + 1 : D;  ///< odd: rows and columns use all memory banks
+};
+
+/// One fit as stored. p, u: (16, D); f: (16,)
+struct FitOut {
+  int8_t *p, *u;
+  float* f;
+};
+
+template <int D>
+struct SolveShared {
+  static constexpr int kPitch = kRank + 1;  ///< odd, likewise
+  double x[D * kPitch], v[D * kPitch];      // (D, 16)
+  double diagonal[D], inverse[D];           // of L, and 1 over it
+  double before[kRank], dots[kRank];
+  unsigned long long trace;
+  double matrix[SolveShape<D>::kInShared ? D * SolveShape<D>::kPitch : 1];
+};
+
+template <int D>
+class FitSolver {
+  using Shape = SolveShape<D>;
+  static constexpr int kPitch = Shape::kPitch, kXPitch = SolveShared<D>::kPitch;
+  static constexpr int kShare = D == 256 ? 16 : 8;  ///< lanes that hold a column,
+  static constexpr int kRows = D / kShare;          ///< each every kShare-th row of it
+
+ public:
+  /// parts: slots of the `count` thread blocks that summed the fit.
+  __device__ FitSolver(const FitSlot<D>* parts, const int& count, FitSlot<D>& slot, SolveShared<D>& s)
+      : parts_(parts), count_(count), slot_(slot), s_(s) {}
+
+  /// out: returns a FitOut.
+  template <typename Out>
+  __device__ void run(int e_exponent, const Out& out) {
+    load_matrix();
+    factor();
+    whiten();
+    store_lower();
+    gram();
+    iterate();
+    project();
+    load_lower();
+    solve_transposed();
+    quantise(e_exponent, out());
+  }
+
+ private:
+  /// An element of A or B: the sum over the parts.
+  __device__ int64_t sum(int64_t (FitSlot<D>::*which)[D * D], int at) const {
+    int64_t total = 0;
+    for (int i = 0; i < count_; ++i) total += __ldcg(&(parts_[i].*which)[at]);
+    return total;
+  }
+
+  /// Step 1. matrix(): column-major for now, element (i, k) at k kPitch + i.
+  __device__ void load_matrix() {
+    if (thread_ == 0) s_.trace = 0;
+    __syncthreads();
+    unsigned long long trace = 0;
+    for (int i = thread_; i < D; i += kFitThreads)
+      trace += static_cast<unsigned long long>(sum(&FitSlot<D>::a, i * D + i));
+    if (trace != 0) atomicAdd(&s_.trace, trace);
+    __syncthreads();
+    const double ridge = numerics::ridge(static_cast<int64_t>(s_.trace), D);
+    for (int at = thread_; at < D * D; at += kFitThreads) {  // A is symmetric, so its element may be read in any order
+      const double value = static_cast<double>(sum(&FitSlot<D>::a, at));
+      matrix()[at / D * kPitch + at % D] = at / D == at % D ? numerics::add(value, ridge) : value;
+    }
+    __syncthreads();
+  }
+
+  /// Step 2.
+  __device__ void factor() {
+#pragma unroll 1
+    for (int k = 0; k < D; ++k) {
+      double* column = matrix() + k * kPitch;
+      if (const int i = k + 1 + thread_; i < D) column[i] = numerics::div(column[i], numerics::sqrt_rn(column[k]));
+      if (thread_ == kFitThreads - 1) {  // has none of the column
+        const double pivot = numerics::sqrt_rn(column[k]);
+        s_.diagonal[k] = pivot;
+        s_.inverse[k] = numerics::div(1.0, pivot);
+      }
+      __syncthreads();
+      subtract_outer_product(k);
+      __syncthreads();
+    }
+  }
+
+  /// A_ij -= L_ik L_jk for i >= j > k: a warp has columns j 16 apart, kTogether at once.
+  __device__ void subtract_outer_product(int k) {
+    constexpr int kTogether = D == 256 ? 1 : 2, kSteps = D / 32;
+    const double* column = matrix() + k * kPitch;
+#pragma unroll 1
+    for (int first = k + 1 + warp_; first < D; first += kTogether * kFitWarps) {
+      double left[kTogether][kSteps], element[kTogether][kSteps], factor[kTogether];
+#pragma unroll
+      for (int c = 0; c < kTogether; ++c) {
+        const int j = first + c * kFitWarps;
+        factor[c] = j < D ? column[j] : 0.0;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const int i = j + 32 * n + lane_;
+          left[c][n] = i < D ? column[i] : 0.0;
+          element[c][n] = i < D ? matrix()[j * kPitch + i] : 0.0;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kTogether; ++c) {
+        const int j = first + c * kFitWarps;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const int i = j + 32 * n + lane_;
+          if (i < D) matrix()[j * kPitch + i] = numerics::sub(element[c][n], numerics::mul(left[c][n], factor[c]));
+        }
+      }
+    }
+  }
+
+  /// Step 3: columns of Y are independent.
+  __device__ void whiten() {
+    constexpr int kColumns = kFitThreads / kShare;  // at once
+    static_assert(D % kColumns == 0);
+    const int sub = lane_ % kShare;
+#pragma unroll 1
+    for (int column = thread_ / kShare; column < D; column += kColumns) {
+      double v[kRows];
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) v[t] = static_cast<double>(sum(&FitSlot<D>::b, (kShare * t + sub) * D + column));
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) {
+#pragma unroll 1
+        for (int owner = 0; owner < kShare; ++owner) {
+          const int k = kShare * t + owner;
+          const double* below = matrix() + k * kPitch + sub;
+          const double solved =
+              __shfl_sync(kWarp, numerics::quotient(v[t], s_.diagonal[k], s_.inverse[k]), owner, kShare);
+          if (sub == owner) v[t] = solved;
+          if (sub > owner) v[t] = numerics::sub(v[t], numerics::mul(below[kShare * t], solved));
+#pragma unroll
+          for (int i = t + 1; i < kRows; ++i) v[i] = numerics::sub(v[i], numerics::mul(below[kShare * i], solved));
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) y()[(kShare * t + sub) * D + column] = v[t];
+    }
+    __syncthreads();
+  }
+
+  /// L makes room for C, for as long as it is not needed.
+  __device__ void store_lower() {
+    if constexpr (Shape::kInShared) {
+      for (int at = thread_; at < D * D; at += kFitThreads) {
+        stored_lower()[at] = matrix()[at % D * kPitch + at / D];
+      }
+      __syncthreads();
+    }
+  }
+
+  /// Brings L back, row-major.
+  __device__ void load_lower() {
+    if constexpr (Shape::kInShared) {
+      for (int at = thread_; at < D * D; at += kFitThreads) matrix()[at / D * kPitch + at % D] = stored_lower()[at];
+      __syncthreads();
+    }
+  }
+
+  /// Step 4. C is symmetric in every bit: 4 x 4 tiles of its lower half, written twice.
+  __device__ void gram() {
+    constexpr int kTiles = D / 4 * (D / 4 + 1) / 2;
+#pragma unroll 1
+    for (int tile = thread_; tile < kTiles; tile += kFitThreads) {
+      int i = 0;
+      while ((i + 1) * (i + 2) / 2 <= tile) ++i;
+      const int row = 4 * i, column = 4 * (tile - i * (i + 1) / 2);
+      double sums[4][4] = {};
+#pragma unroll 2
+      for (int k = 0; k < D; ++k) {
+        const double2* rows = reinterpret_cast<const double2*>(y() + k * D + row);
+        const double2* columns = reinterpret_cast<const double2*>(y() + k * D + column);
+        const double left[4] = {rows[0].x, rows[0].y, rows[1].x, rows[1].y};
+        const double right[4] = {columns[0].x, columns[0].y, columns[1].x, columns[1].y};
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) sums[m][n] = numerics::add(sums[m][n], numerics::mul(left[m], right[n]));
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          c()[(row + m) * kPitch + column + n] = sums[m][n];
+          c()[(column + n) * kPitch + row + m] = sums[m][n];
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  /// out (D, 16) = M in, summed over columns k ascending; M's element (i, k) at k column_step + i row_step.
+  __device__ void multiply(const double* m, int row_step, int column_step, const double* in, double* out) const {
+    constexpr int kDirections = D * kRank / kFitThreads;  // of a thread
+    const int i = thread_ % D, first = thread_ / D * kDirections;
+    double sums[kDirections] = {};
+#pragma unroll 4
+    for (int k = 0; k < D; ++k) {
+      const double factor = m[k * column_step + i * row_step];
+#pragma unroll
+      for (int r = 0; r < kDirections; ++r) {
+        sums[r] = numerics::add(sums[r], numerics::mul(factor, in[k * kXPitch + first + r]));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kDirections; ++r) out[i * kXPitch + first + r] = sums[r];
+    __syncthreads();
+  }
+
+  /// Step 5.
+  __device__ void iterate() {
+    for (int at = thread_; at < D * kRank; at += kFitThreads) {
+      s_.x[at / kRank * kXPitch + at % kRank] = numerics::start_sign(at / kRank, at % kRank);
+    }
+    __syncthreads();
+    for (int iteration = 0; iteration < numerics::kFitIterations; ++iteration) {
+      multiply(c(), 1, kPitch, s_.x, s_.v);
+      for (int at = thread_; at < D * kXPitch; at += kFitThreads) s_.x[at] = s_.v[at];
+      __syncthreads();
+      orthonormalise();
+    }
+  }
+
+  /// sum_c x_cr x_cs, c ascending.
+  __device__ double dot(int r, int s) const {
+    double sum = 0.0;
+#pragma unroll 32
+    for (int c = 0; c < D; ++c) sum = numerics::add(sum, numerics::mul(s_.x[c * kXPitch + r], s_.x[c * kXPitch + s]));
+    return sum;
+  }
+
+  /// Gram-Schmidt on the columns of x. Its sums are chains of additions: one warp runs them, a column a lane, while the
+  /// others bring the columns up to date that it does not need yet.
+  __device__ void orthonormalise() {
+    if (thread_ < kRank) s_.before[thread_] = numerics::sqrt_rn(dot(thread_, thread_));
+#pragma unroll 1
+    for (int r = 0; r < kRank; ++r) {
+      if (warp_ == 0) {
+        __syncwarp();
+        const double norm = r == 0 ? s_.before[0] : numerics::sqrt_rn(dot(r, r));
+        const bool dependent = numerics::is_dependent(norm, s_.before[r]);
+        __syncwarp();
+        for (int c = lane_; c < D; c += 32) {
+          double& x = s_.x[c * kXPitch + r];
+          x = dependent ? 0.0 : numerics::div(x, norm);
+        }
+      }
+      __syncthreads();
+      if (thread_ > r && thread_ < kRank) s_.dots[thread_] = dot(r, thread_);
+      __syncthreads();
+      const int first = warp_ == 0 ? r + 1 : r + 2, last = warp_ == 0 ? min(r + 1, kRank - 1) : kRank - 1;
+      const int lane = warp_ == 0 ? lane_ : thread_ - 32, lanes = warp_ == 0 ? 32 : kFitThreads - 32;
+      const int columns = last + 1 - first;
+#pragma unroll 1
+      for (int at = lane; at < D * columns; at += lanes) {
+        const int c = at % D, s = first + at / D;
+        double& x = s_.x[c * kXPitch + s];
+        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[c * kXPitch + r]));
+      }
+    }
+    __syncthreads();
+  }
+
+  /// Step 6, V = Y X.
+  __device__ void project() { multiply(y(), D, 1, s_.x, s_.v); }
+
+  /// Step 6, P = L^-T V, in place of V. matrix(): row-major, where it is in shared memory.
+  __device__ void solve_transposed() {
+    constexpr int kRowStep = Shape::kInShared ? kPitch : 1, kColumnStep = Shape::kInShared ? 1 : kPitch;
+    if (thread_ < kRank * kShare) {
+      const int sub = lane_ % kShare, column = thread_ / kShare;
+      double v[kRows];
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) v[t] = s_.v[(kShare * t + sub) * kXPitch + column];
+#pragma unroll
+      for (int t = kRows - 1; t >= 0; --t) {
+#pragma unroll 1
+        for (int owner = kShare - 1; owner >= 0; --owner) {
+          const int k = kShare * t + owner;
+          const double* left = matrix() + k * kRowStep + sub * kColumnStep;
+          const double solved =
+              __shfl_sync(kWarp, numerics::quotient(v[t], s_.diagonal[k], s_.inverse[k]), owner, kShare);
+          if (sub == owner) v[t] = solved;
+          if (sub < owner) v[t] = numerics::sub(v[t], numerics::mul(left[kShare * t * kColumnStep], solved));
+#pragma unroll
+          for (int i = 0; i < t; ++i) {
+            v[i] = numerics::sub(v[i], numerics::mul(left[kShare * i * kColumnStep], solved));
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kRows; ++t) s_.v[(kShare * t + sub) * kXPitch + column] = v[t];
+    }
+    __syncthreads();
+  }
+
+  /// The largest magnitude of a column of x (D, 16) over 127, NaN if an element is not finite, by a warp.
+  __device__ double column_scale(const double* x, int column) const {
+    double largest = 0.0;
+    bool finite = true;
+    for (int c = lane_; c < D; c += 32) {
+      const double magnitude = fabs(x[c * kXPitch + column]);
+      finite = finite && magnitude <= 0x1.fffffffffffffp+1023;
+      largest = fmax(largest, magnitude);
+    }
+    for (int step = 16; step > 0; step /= 2) largest = fmax(largest, __shfl_xor_sync(kWarp, largest, step));
+    return __all_sync(kWarp, finite) ? numerics::div(largest, 127.0) : __longlong_as_double(0x7FF8000000000000ll);
+  }
+
+  /// Step 7: a direction a warp.
+  __device__ void quantise(int e_exponent, const FitOut& out) {
+    static_assert(kFitWarps == kRank);
+    const int r = warp_;
+    const double su = column_scale(s_.x, r), sp = column_scale(s_.v, r);
+    const float scale = numerics::direction_scale(su, sp, e_exponent);
+    const bool usable = numerics::is_finite(scale);
+    for (int c = lane_; c < D; c += 32) {
+      const double along = numerics::rne(numerics::div(s_.x[c * kXPitch + r], su));
+      const double in = numerics::rne(numerics::div(s_.v[c * kXPitch + r], sp));
+      out.u[r * D + c] = usable ? static_cast<int8_t>(along) : int8_t{0};
+      out.p[r * D + c] = usable ? static_cast<int8_t>(in) : int8_t{0};
+    }
+    if (lane_ == 0) out.f[r] = usable ? scale : 0.0f;
+  }
+
+  // L, then C, then L again.
+  __device__ double* matrix() const {
+    if constexpr (Shape::kInShared) return s_.matrix;
+    return stored_lower();
+  }
+  __device__ double* c() const {
+    if constexpr (Shape::kInShared) return s_.matrix;
+    return slot_.c;
+  }
+  __device__ double* stored_lower() const { return reinterpret_cast<double*>(slot_.a); }
+  __device__ double* y() const { return reinterpret_cast<double*>(slot_.b); }
+
+  const FitSlot<D>* const parts_;  // (count_,)
+  const int& count_;
+  FitSlot<D>& slot_;
+  SolveShared<D>& s_;
+  const int thread_ = thread_here(), warp_ = thread_ / 32, lane_ = thread_ % 32;
+};
+
+}  // namespace fold::cuda::cache

@@ -1,0 +1,63 @@
+#pragma once
+#include <cstdint>
+
+// Copies from global to shared memory that threads do not wait for, and the barriers that count their bytes.
+namespace fold::cuda::ptx {
+
+/// The 32-bit address of an object in shared memory.
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// mbarriers: one arrival a phase, and as many bytes as that arrival announces.
+__device__ inline void init_barrier(uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ inline void invalidate_barrier(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+/// Makes initialised barriers visible to the copy engine.
+__device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline bool phase_is_over(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+__device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
+  while (!phase_is_over(barrier, parity)) {
+  }
+}
+
+/// to, from and bytes: multiples of 16. Completes on the barrier.
+__device__ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+/// Brings a line into L2.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+/// 4 bytes.
+__device__ inline void copy_4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+/// 16 bytes, past L1.
+__device__ inline void copy_16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+/// 16 bytes, or zeros (nothing is read) if not `kept`.
+__device__ inline void copy_16_or_zero(uint32_t to, const void* from, bool kept) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(kept ? 16 : 0) : "memory");
+}
+/// Waits for the thread's own copies.
+__device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace fold::cuda::ptx

@@ -1,0 +1,175 @@
+// The decode step on a device has the CPU backend's bytes (P4 of docs/numerics.md), whatever its splits, neighbours,
+// pages and graphs (P1, P3, P6), and reads nothing that a row does not see (P5).
+#include "decode_testing.h"
+
+namespace {
+
+class DecodeDevice : public fold::testing::DeviceTest {};
+
+TEST_F(DecodeDevice, LengthsAndBits) {
+  for (const int bits : {16, 8, 4}) {
+    for (const bool tail : {true, false}) {
+      SCOPED_TRACE("bits " + std::to_string(bits) + (tail ? ", tail" : ""));
+      Case c;
+      c.layout.k_bits = c.layout.v_bits = bits;
+      c.layout.tail = tail;
+      c.lengths = {0, 1, 63, 64, 65, 129, 192, 193, 255, 256, 257, 1023, 1024, 1025, 4095, 1409};
+      c.depths = {12, 10.5, kDense, 16};
+      compare(c);
+    }
+  }
+}
+
+class DecodeShapes : public fold::testing::DeviceTest,
+                     public testing::WithParamInterface<std::tuple<int64_t, int64_t>> {};  // D, G
+
+TEST_P(DecodeShapes, HaveTheCpusBytes) {
+  const auto [dim, group] = GetParam();
+  for (const auto& [k_bits, v_bits] : {std::pair{16, 16}, {8, 4}, {4, 16}, {16, 8}}) {
+    SCOPED_TRACE("bits " + std::to_string(k_bits) + ", " + std::to_string(v_bits));
+    Case c;
+    c.layout = {
+        .n_kv_heads = 2, .head_dim = dim, .page_size = dim == 64 ? 64 : 320, .k_bits = k_bits, .v_bits = v_bits};
+    c.group = group;
+    c.lengths = {131, 1031, 2309};
+    c.depths = {12, 14, 9, 16, kDense};
+    compare(c);
+    c.depths = {11};
+    compare(c);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, DecodeShapes,
+                         testing::Combine(testing::Values(64, 128, 256),
+                                          testing::Values(1, 2, 3, 4, 7, 8, 12, 16, 33)));
+
+TEST_F(DecodeDevice, SplitsChangeNoBit) {
+  Case c;
+  c.lengths = {4095, 70};
+  Batch batch(c);
+  const Results want = batch.on_cpu();
+  for (const int splits : {1, 2, 3, 7, 16, 33, 64}) {
+    SCOPED_TRACE(std::to_string(splits) + " splits");
+    batch.set_splits(splits);
+    expect_same(batch.on_gpu(), want);
+  }
+}
+
+TEST_F(DecodeDevice, NeighboursChangeNoBit) {
+  Case c;
+  c.lengths = {1500};
+  const Results alone = Batch(c).on_gpu();
+  c.lengths.insert(c.lengths.end(), {0, 31, 3001});
+  c.lengths.resize(40, 130);
+  Batch batch(c);
+  Results all = batch.on_gpu();
+  expect_same(all, batch.on_cpu());
+  all.out.resize(alone.out.size());
+  all.lse.resize(alone.lse.size());
+  all.bytes.resize(alone.bytes.size());
+  expect_same(all.out, alone.out, "out");
+  expect_same(all.lse, alone.lse, "lse");
+  expect_same(all.bytes, alone.bytes, "bytes");
+}
+
+TEST_F(DecodeDevice, WindowsAndSinks) {
+  for (const int64_t window : {0, 1, 63, 64, 200, 1000, 5000}) {
+    for (const bool sinks : {false, true}) {
+      SCOPED_TRACE("window " + std::to_string(window));
+      Case c;
+      c.lengths = {1, 64, 700, 1283, 2050};
+      c.window = window;
+      c.sinks = sinks;
+      compare(c);
+    }
+  }
+  Case c;
+  c.sinks = true;
+  c.lengths = {0, 1, 1500};
+  compare(c);
+}
+
+TEST_F(DecodeDevice, DraftsAndTrees) {
+  Case c;
+  c.tokens = 5;
+  c.lengths = {5, 6, 68, 1027, 1290, 0};
+  compare(c);
+  c.q_lens = {5, 0, 3, 1, 4, 0};
+  compare(c);
+  c.q_lens = {};
+  c.lengths = {5, 6, 68, 1027, 1290};
+  c.tree = {0b1, 0b11, 0b101, 0b1011, 0b10101};
+  compare(c);
+  c.window = 3;
+  compare(c);
+  c.window = 100;
+  compare(c);
+  c.window = -1;
+  c.tokens = 64;
+  c.lengths = {64, 100, 1100};
+  c.tree.clear();
+  for (uint64_t i = 0; i < 64; ++i) c.tree.push_back(i < 2 ? i * 2 + 1 : c.tree[i / 2] | uint64_t{1} << i);
+  compare(c);
+}
+
+TEST_F(DecodeDevice, WrongReferencesRunAgain) {
+  for (const float shift : {5.0f, 7.0f, -3.0f, 60.0f, -60.0f, 200.0f, -200.0f, 1e5f, -1e5f}) {
+    for (const int splits : {1, 5}) {
+      SCOPED_TRACE("shift " + std::to_string(shift));
+      Case c;
+      c.lengths = {1, 100, 1500, 2999};
+      c.shift = shift;
+      c.splits = splits;
+      c.sinks = splits == 5;
+      compare(c);
+    }
+  }
+}
+
+TEST_F(DecodeDevice, ManyGroupsRunAgain) {
+  Case c;
+  c.lengths.assign(64, 900);
+  c.shift = 60;
+  c.splits = 3;
+  compare(c);
+}
+
+TEST_F(DecodeDevice, RangesOfKeys) {
+  Case c;
+  c.lengths = {100, 1500, 2999};
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 64}, {64, 1024}, {1024, 3008}, {128, 128}}) {
+    c.key_begin = begin;
+    c.key_end = end;
+    Batch batch(c);
+    expect_same(batch.on_gpu(true), batch.on_cpu(true));
+  }
+}
+
+TEST_F(DecodeDevice, GraphsReplayAtOtherLengths) {
+  Case c;
+  c.lengths = {17, 2000, 0, 1025};
+  Batch batch(c);
+  batch.through_a_graph();
+  expect_same(batch.on_gpu(), batch.on_cpu());
+}
+
+TEST_F(DecodeDevice, SixteenBitQueriesAndOutputs) {
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    Case c;
+    c.dtype = dtype;
+    c.lengths = {1, 300, 1100};
+    compare(c);
+  }
+}
+
+TEST_F(DecodeDevice, ExtremeQueries) {
+  for (const float scale : {0.0f, 1e-30f, 100.0f, 1e4f, 1e30f}) {
+    SCOPED_TRACE("scale " + std::to_string(scale));
+    Case c;
+    c.lengths = {1, 300, 1100};
+    c.q_scale = scale;
+    compare(c);
+  }
+}
+
+}  // namespace
