@@ -103,12 +103,14 @@ struct Avx512Ops : GenericOps<D> {
                               dot<Both>(key[3], a, b));
         }
         const __m512i total = add_quarters(add_quarters(part[0], part[1]), add_quarters(part[2], part[3]));
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {  // 128 bits a query row
-          const __m128i raised = _mm512_extracti32x4_epi32(total, r);
+        const auto put = [&](int r, __m128i raised) {
           _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (first + r) * kTile + k),
                            _mm_sub_epi32(raised, _mm_set1_epi32(128 * sums[first + r])));
+        };
+        [&]<int... r>(std::integer_sequence<int, r...>) {  // 128 bits a query row
+          (put(r, _mm512_extracti32x4_epi32(total, r)), ...);
         }
+        (std::make_integer_sequence<int, R>{});
       });
     }
   }
