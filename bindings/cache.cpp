@@ -22,7 +22,7 @@ void write(Tensor storage, Ints layout, Tensor k, Tensor v, Tensor block_table, 
                             .seqlens = view(seqlens, "seqlens"),
                             .cu_seqlens = view(cu_seqlens, "cu_seqlens"),
                             .slot_mapping = view(slot_mapping, "slot_mapping")};
-  const Launching where(cache.storage, cache_write_workspace(cache, args));
+  const Launching where(cache.storage, [&] { return cache_write_workspace(cache, args); });
   cache_write(cache, args, where.launch());
 }
 

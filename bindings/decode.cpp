@@ -72,7 +72,7 @@ void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor
         {.k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args},
         results);
   } else {
-    const Launching where(cache.storage, decode_workspace(cache, args));
+    const Launching where(cache.storage, [&] { return decode_workspace(cache, args); });
     decode(cache, args, results, where.launch());
   }
 }
@@ -87,7 +87,7 @@ void run_partial(Tensor q, Tensor storage, Ints layout, Tensor block_table, Tens
   const CacheStorage cache = storage_of(layout, storage);
   const DecodeArgs args =
       arguments(q, block_table, seqlens, q_lens, tree, depth, {}, softmax_scale, window_left, splits);
-  const Launching where(cache.storage, decode_workspace(cache, args));
+  const Launching where(cache.storage, [&] { return decode_workspace(cache, args); });
   partial(cache, args, begin, end, partial_of(numerator, denominator, grid), where.launch());
 }
 

@@ -12,9 +12,12 @@ namespace fold::binding {
 /// On the CPU there is nothing to say.
 class Launching {
  public:
-  Launching(const TensorView& on, int64_t workspace_bytes) {
+  /// workspace(): bytes; asked for on a GPU alone.
+  template <class F>
+  Launching(const TensorView& on, const F& workspace) {
     if (on.device != Device::cuda) return;
     launch_.stream = TVMFFIEnvGetStream(kDLCUDA, on.device_index);
+    const int64_t workspace_bytes = workspace();
     if (workspace_bytes == 0) return;
     const int64_t shape[] = {workspace_bytes};
     memory_ = tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, tvm::ffi::ShapeView(shape, 1),

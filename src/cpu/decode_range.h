@@ -17,8 +17,9 @@ struct DecodeKernels {
   /// Adds tiles [tile_begin, tile_end) of a group whose z is set (docs/numerics.md, sections 6 and 7).
   void (*sum_range)(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSums& sums);
 
-  /// Logits of `count` (<= 64) visible keys at `level`. keys: (count,) physical; logits: (G, 64).
-  void (*score_keys)(const Group& group, const int64_t* keys, int count, int level, float* logits);
+  /// Logits of `count` (<= 64) visible keys at the sampled reference's level (docs/numerics.md, section 5). keys:
+  /// (count,) physical; logits: (G, 64).
+  void (*score_keys)(const Group& group, const int64_t* keys, int count, float* logits);
 };
 
 DecodeKernels decode_kernels_portable();

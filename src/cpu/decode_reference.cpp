@@ -30,10 +30,9 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
 
   std::vector<float> logits(static_cast<size_t>(g.rows) * keys.size());  // (G, keys)
   std::vector<float> part(static_cast<size_t>(g.rows) * kTile);
-  const int level = g.params->cache.layout.k_bits == 4 ? 0 : 1;
   for (size_t i = 0; i < keys.size(); i += kTile) {
     const int count = static_cast<int>(std::min<size_t>(kTile, keys.size() - i));
-    kernels.score_keys(g, &keys[i], count, level, part.data());
+    kernels.score_keys(g, &keys[i], count, part.data());
     for (int r = 0; r < g.rows; ++r)
       std::copy_n(&part[static_cast<size_t>(r) * kTile], count, &logits[r * keys.size() + i]);
   }

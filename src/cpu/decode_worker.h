@@ -317,51 +317,39 @@ void sum_rows(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSum
 }
 
 template <class Ops>
-void score_rows(const Group& g, const int64_t* keys, int count, int level, float* logits) {
+void score_rows(const Group& g, const int64_t* keys, int count, float* logits) {
   constexpr int D = Ops::kDim, kHalf = D / 2;
   const Query& q = g.query;
+  const bool coarse = g.params->cache.layout.k_bits == 4;  // level 0, else level 1
   SplitRow rows[kTile];
-  PlainRow low_rows[kTile];
   float scale[kTile];
   const int64_t page_size = g.params->cache.layout.page_size;
   plan::HeadPage page{};
   for (int i = 0; i < count; ++i) {
     const int64_t slot = g.slot_of(keys[i]);
     if (i == 0 || keys[i] / page_size != keys[i - 1] / page_size) page = g.page_of(keys[i]);
-    rows[i] = {page.k_h + slot * kHalf, level >= 1 ? page.k_l + slot * kHalf : kHalfPlane.bytes};
+    rows[i] = {page.k_h + slot * kHalf, coarse ? kHalfPlane.bytes : page.k_l + slot * kHalf};
     prefetch(rows[i].h, kHalf);
-    if (level >= 1) prefetch(rows[i].l, kHalf);
-    if (level >= 2) {
-      low_rows[i] = {page.k_b + slot * D};
-      prefetch(low_rows[i].bytes, D);
-    }
+    if (!coarse) prefetch(rows[i].l, kHalf);
     scale[i] =
         numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(static_cast<int>(slot % kTile))]);
   }
   int padded = count;
-  for (; padded % 4 != 0; ++padded) {
-    rows[padded] = rows[0];
-    low_rows[padded] = low_rows[0];
-  }
-  int32_t first[kMaxRows * kTile], second[kMaxRows * kTile];  // (G, 64)
-  if (level == 0) {
-    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, first);
+  for (; padded % 4 != 0; ++padded) rows[padded] = rows[0];
+  int32_t products[kMaxRows * kTile];  // (G, 64)
+  if (coarse) {
+    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, products);
     for (int r = 0; r < g.rows; ++r) {
-      for (int i = 0; i < count; ++i) first[r * kTile + i] = level_0(first[r * kTile + i], q.sum_a[r]);
+      for (int i = 0; i < count; ++i) products[r * kTile + i] = level_0(products[r * kTile + i], q.sum_a[r]);
     }
   } else {
-    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, first);
+    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, products);
   }
-  if (level == 2) Ops::template dots<true>(low_rows, padded, q.a.data(), q.b.data(), q.sum, g.rows, second);
   for (int r = 0; r < g.rows; ++r) {
-    const int32_t *d1 = first + r * kTile, *d2 = second + r * kTile;
+    const int32_t* dot = products + r * kTile;
     float* out = logits + r * kTile;
-    const float unit = numerics::mul(q.scale[r], level == 0 ? 0.5f : 0x1p-8f);
-    if (level == 2) {
-      for (int i = 0; i < count; ++i) out[i] = numerics::mul(logit_2(q.scale[r], d1[i], d2[i]), scale[i]);
-    } else {
-      for (int i = 0; i < count; ++i) out[i] = numerics::mul(numerics::mul(static_cast<float>(d1[i]), unit), scale[i]);
-    }
+    const float unit = numerics::mul(q.scale[r], coarse ? 0.5f : 0x1p-8f);
+    for (int i = 0; i < count; ++i) out[i] = numerics::mul(numerics::mul(static_cast<float>(dot[i]), unit), scale[i]);
   }
 }
 
@@ -374,10 +362,10 @@ void sum_range(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSu
 }
 
 template <template <int> class Ops>
-void score_keys(const Group& group, const int64_t* keys, int count, int level, float* logits) {
-  if (group.head_dim == 64) return score_rows<Ops<64>>(group, keys, count, level, logits);
-  if (group.head_dim == 128) return score_rows<Ops<128>>(group, keys, count, level, logits);
-  score_rows<Ops<256>>(group, keys, count, level, logits);
+void score_keys(const Group& group, const int64_t* keys, int count, float* logits) {
+  if (group.head_dim == 64) return score_rows<Ops<64>>(group, keys, count, logits);
+  if (group.head_dim == 128) return score_rows<Ops<128>>(group, keys, count, logits);
+  score_rows<Ops<256>>(group, keys, count, logits);
 }
 
 /// The kernels of a set of operations.

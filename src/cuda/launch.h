@@ -16,7 +16,8 @@ inline void require_success(cudaError_t status, const char* step) {
 struct Grid {
   int64_t blocks;
   int threads;
-  size_t shared_bytes;  // dynamic
+  size_t shared_bytes;   // dynamic
+  bool overlap = false;  // CTAs are placed while the kernel before still runs: this one waits for it by itself
 };
 
 template <typename... Params, typename... Args>
@@ -31,6 +32,11 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   config.blockDim = static_cast<unsigned>(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = grid.overlap ? 1 : 0;
   require_success(cudaLaunchKernelEx(&config, kernel, args...), step);
 }
 

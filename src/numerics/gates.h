@@ -9,8 +9,7 @@ struct Gates {
   float k_l, k_b, v_h, v_l, v_b;
 };
 
-constexpr float kOpen = 0x1p100f;                               ///< a gate that everything passes
-constexpr Gates kOpenGates{kOpen, kOpen, kOpen, kOpen, kOpen};  ///< every stored plane of every key
+constexpr float kOpen = 0x1p100f;  ///< a gate that everything passes
 
 struct GateRow {
   float depth;

@@ -27,6 +27,7 @@ constexpr float kDense = std::numeric_limits<float>::infinity();
 constexpr int32_t kNoPage = 0x7FFFFFF0;  // what stands behind a request's pages: reading it would fault
 
 using fold::testing::check;
+using fold::testing::expect_same;
 using fold::testing::OnDevice;
 
 struct Case {
@@ -259,27 +260,6 @@ class Batch {
   std::vector<uint64_t> tree_;
   bool graph_ = false;
 };
-
-template <typename T>
-bool same_bits(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    if (std::isnan(a) && std::isnan(b)) return true;
-  }
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
-
-template <typename T>
-void expect_same(const std::vector<T>& got, const std::vector<T>& want, const char* what) {
-  ASSERT_EQ(got.size(), want.size());
-  size_t differ = 0, first = 0;
-  for (size_t i = got.size(); i-- > 0;) {
-    if (same_bits(got[i], want[i])) continue;
-    ++differ;
-    first = i;
-  }
-  EXPECT_EQ(differ, 0u) << what << ": first [" << first << "] " << +got[first] << " not " << +want[first] << ", of "
-                        << got.size();
-}
 
 void expect_same(const Results& got, const Results& want) {
   expect_same(got.denominator, want.denominator, "denominator");

@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
 #include "fold/tensor.h"
 
-// Device memory for tests.
+// Device memory for tests, and the comparison of what comes back.
 namespace fold::testing {
 
 inline void check(cudaError_t status) {
@@ -41,6 +43,28 @@ class OnDevice {
   size_t size_;
   T* data_ = nullptr;
 };
+
+/// Equal bits; any NaN equals any NaN.
+template <typename T>
+bool same_bits(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (std::isnan(a) && std::isnan(b)) return true;
+  }
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
+template <typename T>
+void expect_same(const std::vector<T>& got, const std::vector<T>& want, const char* what) {
+  ASSERT_EQ(got.size(), want.size());
+  size_t differ = 0, first = 0;
+  for (size_t i = got.size(); i-- > 0;) {
+    if (same_bits(got[i], want[i])) continue;
+    ++differ;
+    first = i;
+  }
+  EXPECT_EQ(differ, 0u) << what << ": first [" << first << "] " << +got[first] << " not " << +want[first] << ", of "
+                        << got.size();
+}
 
 inline TensorView on_device(TensorView view, void* data) {
   view.data = data;

@@ -12,27 +12,13 @@ namespace {
 
 using namespace fold::numerics;
 using fold::testing::check;
+using fold::testing::expect_same;
 using fold::testing::OnDevice;
+using fold::testing::same_bits;
 
 template <typename T>
 std::vector<T> zeros(size_t size) {
   return std::vector<T>(size);
-}
-
-template <typename T>
-bool same_bits(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    if (std::isnan(a) && std::isnan(b)) return true;
-  }
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
-
-template <typename T>
-void expect_same(const std::vector<T>& got, const std::vector<T>& want, const char* what) {
-  ASSERT_EQ(got.size(), want.size());
-  for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_TRUE(same_bits(got[i], want[i])) << what << "[" << i << "]: " << +got[i] << " not " << +want[i];
-  }
 }
 
 /// x (rows, d) is rotated in place; a, b (rows, d); scale (rows,); h, l (rows, d / 2). One thread a row.

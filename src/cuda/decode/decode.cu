@@ -1,11 +1,10 @@
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 #include "cuda/decode/decode.h"
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/sum_any.cuh"
 #include "cuda/decode/sum_narrow.cuh"
+#include "cuda/launch.h"
 #include "cuda/ptx/launch_order.cuh"
 
 namespace fold::cuda {
@@ -136,42 +135,21 @@ __global__ __launch_bounds__(Summing<D, Quads>::kThreads,
 
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-template <class Kernel, class... Args>
-void launch(Kernel kernel, int64_t grid, int threads, int64_t shared, cudaStream_t stream, const char* what,
-            const Args&... args) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), what);
-  // Each kernel waits for the one before it, but its CTAs are placed while that one still runs.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, args...), what);
-}
-
 template <int D, int Quads>
 void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   using How = Summing<D, Quads>;
-  constexpr int64_t kShared = sizeof(typename How::Shared);
+  constexpr size_t kShared = sizeof(typename How::Shared);
   const int64_t wanted = How::kRanges * int64_t{multiprocessors} / (step.workspace.groups * step.parts);
   step.splits = step.params.splits > 0 ? step.params.splits : static_cast<int>(std::clamp<int64_t>(wanted, 1, 64));
   const int64_t items = step.workspace.groups * step.splits * step.parts;
   const bool few = step.workspace.groups <= multiprocessors;
-  launch(prepare_kernel<D>, step.workspace.groups, few ? kMostPrepareThreads : kPrepareThreads,
-         sizeof(PrepareShared<D>), stream, "decode, prepare", step);
-  launch(sum_kernel<D, Quads>, items, How::kThreads, kShared, stream, "decode, sums", step, false);
+  const int prepare_threads = few ? kMostPrepareThreads : kPrepareThreads;
+  launch_kernel(prepare_kernel<D>, {step.workspace.groups, prepare_threads, sizeof(PrepareShared<D>), true}, stream,
+                "decode, prepare", step);
+  launch_kernel(sum_kernel<D, Quads>, {items, How::kThreads, kShared, true}, stream, "decode, sums", step, false);
   if (step.params.numerator != nullptr) return;
-  launch(sum_kernel<D, Quads>, multiprocessors * How::kCtas, How::kThreads, kShared, stream, "decode, second runs",
-         step, true);
+  launch_kernel(sum_kernel<D, Quads>, {int64_t{multiprocessors} * How::kCtas, How::kThreads, kShared, true}, stream,
+                "decode, second runs", step, true);
 }
 
 template <int D>
@@ -207,8 +185,8 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
     step.gates = {params.gates[0], params.gates[1], params.gates[2], params.gates[3], params.gates[4]};
   }
   int device = 0, multiprocessors = 0;
-  check(cudaGetDevice(&device), "decode");
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "decode");
+  require_success(cudaGetDevice(&device), "decode");
+  require_success(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "decode");
   step.parts = (step.workspace.rows + kPartRows - 1) / kPartRows;
   step.rerun_splits = kRerunSplits;
   switch (step.workspace.head_dim) {

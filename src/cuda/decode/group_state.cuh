@@ -1,6 +1,7 @@
 #pragma once
 #include "cuda/decode/visible.cuh"
 #include "numerics/gates.h"
+#include "numerics/reference.h"
 #include "plan/decode_params.h"
 
 // What the kernels of a decode step hand to each other. A group is one token's rows on one KV head, the unit that
@@ -73,7 +74,7 @@ struct Workspace {
   }
   __host__ __device__ int64_t bytes() const { return bytes_of_queue(groups) + groups * group_bytes; }
 
-  static constexpr int kQueueEntries = 7;  ///< times a group may run again
+  static constexpr int kQueueEntries = numerics::kMaxRuns - 1;  ///< times a group may run again
 
   __device__ RerunQueue* queue() const { return reinterpret_cast<RerunQueue*>(base); }
   __device__ int* queue_entries() const { return reinterpret_cast<int*>(base + sizeof(RerunQueue)); }
