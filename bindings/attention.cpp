@@ -1,6 +1,5 @@
-#include "fold/attention.h"
-
 #include "export.h"
+#include "launch.h"
 #include "tensor.h"
 
 namespace fold::binding {
@@ -24,8 +23,12 @@ AttentionOptions options(const OptionalTensor& sinks, const OptionalTensor& cu_s
 void forward(Tensor q, Tensor k, Tensor v, OptionalTensor sinks, OptionalTensor cu_seqlens_q,
              OptionalTensor cu_seqlens_k, tvm::ffi::Optional<double> softmax_scale, bool causal, int64_t window_left,
              int64_t window_right, Tensor out, Tensor lse) {
-  attention_forward(view(q, "q"), view(k, "k"), view(v, "v"), view(out, "out"), view(lse, "lse"),
-                    options(sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right));
+  const TensorView query = view(q, "q"), keys = view(k, "k"), values = view(v, "v");
+  const TensorView result = view(out, "out"), log_sums = view(lse, "lse");
+  const AttentionOptions o =
+      options(sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right);
+  const Launching where(query, [&] { return attention_forward_workspace(query, keys, values, result, log_sums, o); });
+  attention_forward(query, keys, values, result, log_sums, o, where.launch());
 }
 
 void backward(Tensor dout, Tensor q, Tensor k, Tensor v, OptionalTensor sinks, OptionalTensor cu_seqlens_q,
@@ -42,7 +45,10 @@ void backward(Tensor dout, Tensor q, Tensor k, Tensor v, OptionalTensor sinks, O
   t.dk = view(dk, "dk");
   t.dv = view(dv, "dv");
   t.dsinks = view(dsinks, "dsinks");
-  attention_backward(t, options(sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right));
+  const AttentionOptions o =
+      options(sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right);
+  const Launching where(t.q, [&] { return attention_backward_workspace(t, o); });
+  attention_backward(t, o, where.launch());
 }
 
 }  // namespace

@@ -27,8 +27,9 @@ void write(Tensor storage, Ints layout, Tensor k, Tensor v, Tensor block_table, 
 }
 
 void read(Tensor storage, Ints layout, Tensor block_table, Tensor cu_seqlens, Tensor k, Tensor v) {
-  cache_read(storage_of(layout, storage), view(block_table, "block_table"), view(cu_seqlens, "cu_seqlens"),
-             view(k, "k"), view(v, "v"));
+  const CacheStorage cache = storage_of(layout, storage);
+  cache_read(cache, view(block_table, "block_table"), view(cu_seqlens, "cu_seqlens"), view(k, "k"), view(v, "v"),
+             Launching(cache.storage).launch());
 }
 
 void prefill(Tensor storage, Ints layout, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor block_table,

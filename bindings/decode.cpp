@@ -1,5 +1,3 @@
-#include "fold/decode.h"
-
 #include <cmath>
 
 #include "cache.h"
@@ -67,10 +65,10 @@ void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor
                               .recomputed = view(recomputed, "recomputed"),
                               .bytes_read = view(bytes_read, "bytes_read")};
   if (k.has_value()) {
-    decode_step(
-        cache,
-        {.k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args},
-        results);
+    const StepArgs step{
+        .k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args};
+    const Launching where(cache.storage, [&] { return decode_step_workspace(cache, step); });
+    decode_step(cache, step, results, where.launch());
   } else {
     const Launching where(cache.storage, [&] { return decode_workspace(cache, args); });
     decode(cache, args, results, where.launch());
@@ -93,13 +91,16 @@ void run_partial(Tensor q, Tensor storage, Ints layout, Tensor block_table, Tens
 
 void add(Tensor numerator, Tensor denominator, Tensor grid, Tensor other_numerator, Tensor other_denominator,
          Tensor other_grid) {
-  add_partials(partial_of(numerator, denominator, grid), partial_of(other_numerator, other_denominator, other_grid));
+  const Partial into = partial_of(numerator, denominator, grid);
+  const Partial other = partial_of(other_numerator, other_denominator, other_grid);
+  add_partials(into, other, Launching(into.numerator).launch());
 }
 
 void run_finish(Tensor numerator, Tensor denominator, Tensor grid, OptionalTensor sinks, Tensor out, Tensor lse,
                 Tensor valid) {
-  finish(partial_of(numerator, denominator, grid), view(sinks, "sinks"), view(out, "out"), view(lse, "lse"),
-         view(valid, "valid"));
+  const Partial partial = partial_of(numerator, denominator, grid);
+  finish(partial, view(sinks, "sinks"), view(out, "out"), view(lse, "lse"), view(valid, "valid"),
+         Launching(partial.numerator).launch());
 }
 
 }  // namespace

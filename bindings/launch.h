@@ -12,11 +12,15 @@ namespace fold::binding {
 /// On the CPU there is nothing to say.
 class Launching {
  public:
+  /// Of an operation that needs no workspace.
+  explicit Launching(const TensorView& on) {
+    if (on.device == Device::cuda) launch_.stream = TVMFFIEnvGetStream(kDLCUDA, on.device_index);
+  }
+
   /// workspace(): bytes; asked for on a GPU alone.
   template <class F>
-  Launching(const TensorView& on, const F& workspace) {
+  Launching(const TensorView& on, const F& workspace) : Launching(on) {
     if (on.device != Device::cuda) return;
-    launch_.stream = TVMFFIEnvGetStream(kDLCUDA, on.device_index);
     const int64_t workspace_bytes = workspace();
     if (workspace_bytes == 0) return;
     const int64_t shape[] = {workspace_bytes};

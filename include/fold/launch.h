@@ -1,6 +1,8 @@
 #pragma once
 #include <cstdint>
 
+#include "fold/attention.h"
+#include "fold/cache_ops.h"
 #include "fold/decode.h"
 
 // Operations on CUDA tensors. They run on a stream of the caller's, in memory of the caller's, and never wait for the
@@ -30,5 +32,35 @@ FOLD_API void decode(const CacheStorage& cache, const DecodeArgs& args, const De
                      const Launch& launch);
 FOLD_API void partial(const CacheStorage& cache, const DecodeArgs& args, int64_t begin, int64_t end,
                       const Partial& result, const Launch& launch);
+
+/// add_partials and finish of decode.h; they need no workspace. On a CUDA device grids are looked at by the kernels
+/// alone: a row whose grids differ becomes a poisoned one (grid NaN, sums 0), and one whose E is no power of two, from
+/// 2^-100, is not valid.
+FOLD_API void add_partials(const Partial& into, const Partial& other, const Launch& launch);
+FOLD_API void finish(const Partial& partial, const TensorView& sinks, const TensorView& out, const TensorView& lse,
+                     const TensorView& valid, const Launch& launch);
+
+/// decode_step of cache_ops.h. On a CUDA device q_lens are cut to 0..T, and tokens are no padding as far as
+/// slot_mapping has slots for them.
+FOLD_API int64_t decode_step_workspace(const CacheStorage& cache, const StepArgs& args);
+FOLD_API void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results,
+                          const Launch& launch);
+
+/// cache_read of cache_ops.h; it needs no workspace. On a CUDA device rows of no request are left as they are, and a
+/// key without a page in the pool, or past block_table's width, reads as NaN.
+FOLD_API void cache_read(const CacheStorage& cache, const TensorView& block_table, const TensorView& cu_seqlens,
+                         const TensorView& k, const TensorView& v, const Launch& launch);
+
+/// attention_forward and attention_backward of attention.h. On a CUDA device: bf16 or fp16, head dim 64, 96 or 128, and
+/// every row starts at a multiple of 16 bytes. cu_seqlens are looked at by the kernels alone, which cut them to the
+/// tensors' rows.
+FOLD_API int64_t attention_forward_workspace(const TensorView& q, const TensorView& k, const TensorView& v,
+                                             const TensorView& out, const TensorView& lse,
+                                             const AttentionOptions& options);
+FOLD_API void attention_forward(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
+                                const TensorView& lse, const AttentionOptions& options, const Launch& launch);
+FOLD_API int64_t attention_backward_workspace(const AttentionBackwardTensors& tensors, const AttentionOptions& options);
+FOLD_API void attention_backward(const AttentionBackwardTensors& tensors, const AttentionOptions& options,
+                                 const Launch& launch);
 
 }  // namespace fold

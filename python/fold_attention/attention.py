@@ -40,7 +40,8 @@ def fold_attn_func(
     Gradients and outputs are the same bits over repeats, alone or in a batch, and for any number of threads.
 
     Args:
-        q: (B, Sq, H, D), bfloat16, float16 or float32. The last dimension is contiguous, other strides are free.
+        q: (B, Sq, H, D), bfloat16, float16 or float32. The last dimension is contiguous, other strides are free. On a
+            GPU: bfloat16 or float16, D 64, 96 or 128, and every row starts at a multiple of 16 bytes.
         k, v: (B, Sk, Hk, D), dtype of q. Query head h reads KV head h // (H / Hk).
         softmax_scale: factor of the logits; 1 / sqrt(D) by default.
         causal: query i sees keys up to i + Sk - Sq (aligned at the bottom right).
@@ -105,7 +106,8 @@ def fold_attn_varlen_func(
     Args:
         q: (Tq, H, D); k, v: (Tk, Hk, D).
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32, contiguous, from 0, not decreasing, at most Tq and Tk: sequence b is
-            rows cu_seqlens[b] to cu_seqlens[b + 1].
+            rows cu_seqlens[b] to cu_seqlens[b + 1]. On a GPU nobody looks at them before the kernels do, which cut them
+            to the tensors' rows.
         max_seqlen_q, max_seqlen_k: accepted and not used; the lengths are those of cu_seqlens.
         block_table, seqused_q, seqused_k: only None is supported.
         The others as in `fold_attn_func`.

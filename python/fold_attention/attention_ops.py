@@ -92,8 +92,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv (as q, k, v, contiguous) and dsinks (H,) fp32, empty where there are no sinks."""
     dq, dk, dv, dsinks = _backward_fake(dout, q, k, v, sinks)
-    # An incoming gradient may have any strides (those of a sum are all 0); the library wants contiguous channels.
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    dout = dout if _rows_fit(dout) else dout.clone(memory_format=torch.contiguous_format)
     lib.attention_backward(
         dout,
         q,
@@ -114,6 +113,14 @@ def backward(
         None if sinks is None else dsinks,
     )
     return dq, dk, dv, dsinks
+
+
+def _rows_fit(dout: Tensor) -> bool:
+    """An incoming gradient may have any strides (those of a sum are all 0); the library wants contiguous channels, and
+    on a GPU rows that start at multiples of 16 bytes."""
+    if dout.stride(-1) != 1 or not dout.is_cuda:
+        return dout.stride(-1) == 1
+    return dout.data_ptr() % 16 == 0 and not any(stride * dout.element_size() % 16 for stride in dout.stride()[:-1])
 
 
 @backward.register_fake

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Depth = float | Tensor | None | Literal["cache"]
 Window = tuple[int | None, int | None]
 Info = Mapping[str, Tensor]
+_INFO = ("kept_fraction", "dropped_mass", "recomputed", "bytes_read")
 
 
 class Partial(NamedTuple):
@@ -133,36 +134,45 @@ def fold_attn_with_kvcache(
         out_dtype,
         return_info,
     )
+    want_lse = return_lse or return_softmax_lse
     if k is not None and v is not None:
         rows = (_new_rows("k", k, query), _new_rows("v", v, query))
         if table is None:
-            results = cache._step(query, *rows, ids, q_lens, options)
+            results = cache._step(query, *rows, ids, q_lens, options, want_lse)
         else:
             lengths = _lengths(cache_seqlens, query)
-            results = decode_ops.decode_step(
-                query, cache.storage, cache.layout, *rows, slot_mapping, table, lengths, q_lens, *options
+            results = decode_ops.run_decode_step(
+                query,
+                cache.storage,
+                cache.layout,
+                *rows,
+                slot_mapping,
+                table,
+                lengths,
+                q_lens,
+                *options,
+                want_lse=want_lse,
             )
     else:
         if slot_mapping is not None:
             raise bad_value("slot_mapping", "a tensor", "allowed: None without k and v")
         pages, lengths = cache.tables(ids) if table is None else (table, _lengths(cache_seqlens, query))
-        results = decode_ops.decode(query, cache.storage, cache.layout, pages, lengths, q_lens, *options)
-    result, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
-    info = {
-        "kept_fraction": kept_fraction,
-        "dropped_mass": dropped_mass,
-        "recomputed": recomputed,
-        "bytes_read": bytes_read,
-    }
-    if q.ndim == 3:
-        result, lse = result.squeeze(1), lse.squeeze(2)
-        info = {name: value.squeeze(1) for name, value in info.items()} if return_info else info
+        results = decode_ops.run_decode(
+            query, cache.storage, cache.layout, pages, lengths, q_lens, *options, want_lse=want_lse
+        )
+    result, lse, *info = results
+    squeezed = q.ndim == 3
+    if squeezed:
+        result = result.squeeze(1)
     if out is not None:
         result = out.copy_(result)
-    returned = [result]
-    if return_lse or return_softmax_lse:
-        returned.append(lse)
-    return (*returned, info) if return_info else tuple(returned) if len(returned) > 1 else result
+    returned: list[Any] = [result]
+    if want_lse and lse is not None:
+        returned.append(lse.squeeze(2) if squeezed else lse)
+    if return_info:
+        values = [value.squeeze(1) if squeezed else value for value in info if value is not None]
+        returned.append(dict(zip(_INFO, values, strict=True)))
+    return tuple(returned) if len(returned) > 1 else result
 
 
 def partial_attention(
@@ -227,7 +237,8 @@ def partial_attention(
 def add_partials(first: Partial, *others: Partial) -> Partial:
     """The sum of partials of the same rows over disjoint ranges of keys; the order is without effect.
 
-    Raises ValueError if their grids differ: they are of different queries, caches or options then.
+    Grids that differ are of different queries, caches or options. On the CPU that raises ValueError; on a GPU, where
+    nobody waits to look, such a row becomes a poisoned one: its grid is NaN, and `finish` returns NaN, not valid.
     """
     total = Partial(*(t.clone() for t in first))
     for other in others:
@@ -251,7 +262,7 @@ def finish(
     b, t, h, _ = partial.numerator.shape
     out = partial.numerator.new_empty(partial.numerator.shape, dtype=out_dtype)
     lse = partial.grid.new_empty((b, h, t))
-    valid = torch.empty((b, t, h), dtype=torch.bool)
+    valid = partial.numerator.new_empty((b, t, h), dtype=torch.bool)
     lib.finish(*partial, sinks, out, lse, valid.view(torch.uint8))
     return out, lse, valid
 
@@ -270,8 +281,10 @@ def require_tensor(name: str, value: object) -> None:
 
 def require_device(cache: "FoldKVCache", **arguments: object) -> None:
     """Those that are tensors must be where the cache is."""
+    on_gpu = cache.storage.is_cuda
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.device.type != cache.device.type:
+        # is_cuda is several times quicker than device.type
+        if isinstance(value, Tensor) and (value.is_cuda != on_gpu or not (on_gpu or value.is_cpu)):
             raise bad_type(f"{name}.device", value.device.type, f"supported: {cache.device.type}")
 
 
@@ -298,6 +311,8 @@ def _new_rows(name: str, rows: Tensor, query: Tensor) -> Tensor:
     require_tensor(name, rows)
     b, t = query.shape[:2]
     if rows.ndim == 3 and t == 1:
+        if rows.shape[0] == b:
+            return rows
         rows = rows.unsqueeze(1)
     if rows.ndim != 4 or rows.shape[0] != b or rows.shape[1] != t:
         raise bad_value(f"{name}.shape", tuple(rows.shape), f"allowed: ({b}, {t}, n_kv_heads, head_dim), as q")
@@ -327,8 +342,12 @@ def _depth(depth: Depth, cache: "FoldKVCache", q: Tensor) -> Tensor | None:
     if isinstance(depth, Tensor):
         # Rows are (B, H) for a query without token axis.
         return depth.unsqueeze(1).float() if q.ndim == 3 and depth.ndim == 2 else depth.float()
-    require_depth(depth)
-    return None if depth is None else q.new_full((1,), depth, dtype=torch.float32)
+    if depth is None:
+        return None
+    if torch.compiler.is_compiling():  # nothing may be kept from a trace
+        require_depth(depth)
+        return q.new_full((1,), depth, dtype=torch.float32)
+    return cache._depth_tensor(depth)
 
 
 def _tree(tree: Tensor | None, query: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fold_attention._lib import lib
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+OptionalResults = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @torch.library.custom_op("fold_attention::cache_write", mutates_args=("storage",))
@@ -60,7 +61,7 @@ def decode(
     """
     results = _results(q, layout, out_dtype, info)
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
-    lib.decode(q, storage, layout, None, None, None, block_table, seqlens, *options, None, 0.0, *_for_library(results))
+    _run(results, q, storage, layout, None, None, None, block_table, seqlens, *options)
     return results
 
 
@@ -92,42 +93,65 @@ def decode_step(
 ) -> Results:
     """Writes k, v (B T, HK, D) after the `seqlens` keys that each request holds, then `decode`."""
     results = _results(q, layout, out_dtype, info)
-    keys: tuple[Tensor | None, ...] = (k, v, slot_mapping)
-    if q.is_cuda:  # tables are not read by the host: they are updated on the device, and the two kernels follow
-        starts, after, q_lens, slots = _step_on_device(q, layout, block_table, seqlens, q_lens, slot_mapping)
-        lib.cache_write(storage, layout, k, v, block_table, seqlens, starts, slots)
-        keys, seqlens = (None, None, None), after
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
-    lib.decode(q, storage, layout, *keys, block_table, seqlens, *options, None, 0.0, *_for_library(results))
+    _run(results, q, storage, layout, k, v, slot_mapping, block_table, seqlens, *options)
     return results
 
 
-def _step_on_device(
-    q: Tensor,
-    layout: Sequence[int],
-    block_table: Tensor,
-    seqlens: Tensor,
-    q_lens: Tensor | None,
-    slot_mapping: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """cu_seqlens (B + 1,), keys after the step (B,), tokens (B,) and slots (B T,) of a step, as decode_step of the C++
-    API finds them. A request without keys whose first page id is negative is padding."""
-    batch, tokens = q.shape[:2]
-    starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
-    counts = torch.full_like(seqlens, tokens) if q_lens is None else q_lens
-    counts = counts.masked_fill((seqlens == 0) & (block_table[:, 0] < 0), 0)
-    if slot_mapping is not None:
-        counts = torch.minimum(counts, (slot_mapping.view(batch, tokens) >= 0).sum(1, dtype=torch.int32))
-    elif q_lens is not None:
-        at = torch.arange(tokens, device=q.device)
-        position = seqlens[:, None] + at
-        page = (position // layout[2]).clamp(max=block_table.shape[1] - 1)
-        slots = block_table.gather(1, page).long() * layout[2] + position % layout[2]
-        slot_mapping = slots.masked_fill(at >= counts[:, None], -1).flatten()
-    return starts, seqlens + counts, counts, slot_mapping
-
-
 decode_step.register_fake(_decode_fake)
+
+
+# An operator's dispatch takes the host longer than all the launches of a step. So a call that nobody traces, and from
+# which no gradient could be asked, goes to the library by itself.
+
+
+def run_decode(q: Tensor, *arguments: Any, want_lse: bool) -> OptionalResults:
+    """`decode`; what is not asked for may be None, or empty."""
+    if _needs_operator(q):
+        results: OptionalResults = decode(q, *arguments)
+        return results
+    storage, layout, *inputs, out_dtype, info = arguments
+    results = _wanted_results(q, layout, out_dtype, info, want_lse)
+    _run(results, q, storage, layout, None, None, None, *inputs)
+    return results
+
+
+def run_decode_step(
+    q: Tensor, storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor, *rest: Any, want_lse: bool
+) -> OptionalResults:
+    """`decode_step`; what is not asked for may be None, or empty."""
+    if _needs_operator(q, k, v):
+        results: OptionalResults = decode_step(q, storage, layout, k, v, *rest)
+        return results
+    *inputs, out_dtype, info = rest
+    results = _wanted_results(q, layout, out_dtype, info, want_lse)
+    _run(results, q, storage, layout, k, v, *inputs)
+    return results
+
+
+def _needs_operator(*tensors: Tensor) -> bool:
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            return True
+    return torch.compiler.is_compiling()
+
+
+def _run(results: OptionalResults, *arguments: Any) -> None:
+    out, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
+    info: tuple[Tensor | None, ...] = (None, None, None, None)
+    if recomputed is not None and recomputed.ndim == 3:
+        info = (kept_fraction, dropped_mass, recomputed.view(torch.uint8), bytes_read)
+    lib.decode(*arguments, None, 0.0, out, lse, *info)
+
+
+def _wanted_results(
+    q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: bool, want_lse: bool
+) -> OptionalResults:
+    if info:
+        return _results(q, layout, out_dtype, info)
+    b, t, h, _ = q.shape
+    out = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
+    return out, q.new_empty((b, h, t), dtype=torch.float32) if want_lse else None, None, None, None, None
 
 
 def _results(q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: bool) -> Results:
@@ -141,10 +165,3 @@ def _results(q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: boo
         q.new_empty(rows, dtype=torch.bool),
         q.new_empty(heads, dtype=torch.int64),
     )
-
-
-def _for_library(results: Results) -> tuple[Tensor | None, ...]:
-    out, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
-    if kept_fraction.ndim == 1:
-        return out, lse, None, None, None, None
-    return out, lse, kept_fraction, dropped_mass, recomputed.view(torch.uint8), bytes_read

@@ -23,6 +23,8 @@ from fold_attention.errors import bad_type, bad_value, whole
 from fold_attention.page_table import PageTable
 from fold_attention.placement import HostAndDevice, chosen_device, on_host, page_pool
 
+MOST_DEPTHS = 1024  # kept by a cache
+
 
 class FoldKVCache:
     """Keys and values of many requests, in pages of one pool.
@@ -91,6 +93,7 @@ class FoldKVCache:
             raise bad_value("num_pages", num_pages, "allowed: None or at least 1")
         self.num_pages = int(lib.cache_check_options(self.layout, *self._options(batch, num_pages or 0)))
         self.storage = page_pool(self.num_pages, lib.page_bytes(self.layout), self.device)
+        self._depths: dict[float, Tensor] = {}
         self._table = PageTable.create(self.num_pages, page_size, max_len)
         self._requests: list[int] = []
         self._tables = HostAndDevice(*self._table.tensors([]), self.device)
@@ -231,9 +234,10 @@ class FoldKVCache:
         block_table, lengths = self._table.tensors(self._chosen(ids))
         starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         shape = (int(starts[-1]), self.n_kv_heads, self.head_dim)
-        k, v = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        lib.cache_read(on_host(self.storage, block_table), self.layout, block_table, starts, k, v)
-        return k.to(self.device), v.to(self.device)
+        k, v = (torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2))
+        tables = (block_table.to(self.device), starts.to(self.device))
+        lib.cache_read(self.storage, self.layout, *tables, k, v)
+        return k, v
 
     # Attention
 
@@ -308,16 +312,29 @@ class FoldKVCache:
         numbers = [self.n_heads, batch, self.max_len, num_pages, self.window_left]
         return numbers, math.inf if self.depth is None else self.depth, self.softmax_scale or 0.0, self._host_sinks()
 
+    def _depth_tensor(self, depth: float) -> Tensor:
+        """(1,) float32 on the cache's device. It is kept, since the next step asks for the same one; its memory is
+        never given back, and has been filled when the call returns, so that any stream may read it."""
+        require_depth(depth)
+        kept = self._depths.get(depth)
+        if kept is not None:
+            return kept
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or len(self._depths) == MOST_DEPTHS:
+            return torch.full((1,), depth, dtype=torch.float32, device=self.device)
+        kept = self._depths[depth] = torch.tensor([depth], dtype=torch.float32, device=self.device)
+        return kept
+
     def _host_sinks(self) -> Tensor | None:
         return None if self.sinks is None else self.sinks.cpu()
 
     def _adopt(self, table: PageTable) -> None:
         requests = table.requests()
+        tensors = table.tensors(requests)
         if len(requests) == len(self._requests):
-            table.write(requests, *self._tables.host)
-            self._tables.updated()
+            self._tables.update(*tensors)
         else:
-            self._tables = HostAndDevice(*table.tensors(requests), self.device)
+            self._tables = HostAndDevice(*tensors, self.device)
         self._requests, self._table = requests, table
 
     def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple[PageTable, Tensor]:
@@ -325,7 +342,10 @@ class FoldKVCache:
         table, sources, destinations = self._table.extend(requests, tokens)
         if sources:
             self.storage[destinations] = self.storage[sources]
-        return table, table.tensors(requests)[0].to(self.device)
+        block_table, _ = table.tensors(requests)
+        before, there = self._tables.host[0], self._tables.device[0]
+        unchanged = block_table.shape == before.shape and torch.equal(block_table, before)
+        return table, there if unchanged else block_table.to(self.device)
 
     def _step(
         self,
@@ -335,7 +355,8 @@ class FoldKVCache:
         ids: Sequence[int] | None,
         q_lens: Tensor | None,
         options: tuple[Any, ...],
-    ) -> decode_ops.Results:
+        want_lse: bool,
+    ) -> decode_ops.OptionalResults:
         requests = self._chosen(ids)
         tokens = [q.shape[1]] * len(requests)
         if q_lens is not None:
@@ -347,8 +368,8 @@ class FoldKVCache:
             tokens = q_lens.tolist()
         _, before = self.tables(ids)
         table, block_table = self._extended(requests, tokens)
-        results = decode_ops.decode_step(
-            q, self.storage, self.layout, k, v, None, block_table, before, q_lens, *options
+        results = decode_ops.run_decode_step(
+            q, self.storage, self.layout, k, v, None, block_table, before, q_lens, *options, want_lse=want_lse
         )
         self._adopt(table)
         return results
@@ -372,7 +393,7 @@ def _starts(cu_seqlens: Tensor | None, k: Tensor, requests: int) -> tuple[Tensor
     """cu_seqlens, checked, and the tokens of each request."""
     if cu_seqlens is None:
         each = k.shape[0] // max(requests, 1)
-        return torch.arange(requests + 1, dtype=torch.int32) * each, [each] * requests
+        return torch.arange(requests + 1, dtype=torch.int32, device=k.device) * each, [each] * requests
     require_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
         raise bad_type("cu_seqlens.dtype", cu_seqlens.dtype, "supported: int32")

@@ -57,8 +57,11 @@ class HostAndDevice:
         same = device.type == "cpu"
         self.device = self.host if same else (block_table.to(device), lengths.to(device))
 
-    def updated(self) -> None:
-        """The host's have changed."""
-        if self.device is not self.host:
-            for there, here in zip(self.device, self.host, strict=True):
+    def update(self, block_table: Tensor, lengths: Tensor) -> None:
+        """New ones of the same shape; what is as it was is not copied."""
+        for there, here, new in zip(self.device, self.host, (block_table, lengths), strict=True):
+            if torch.equal(here, new):
+                continue
+            here.copy_(new)
+            if there is not here:
                 there.copy_(here, non_blocking=True)

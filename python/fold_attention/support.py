@@ -42,13 +42,12 @@ def supports(op: str, **what: Any) -> tuple[bool, str | None]:
 
 
 def support_table() -> str:
-    """docs/support.md: the table of what is supported everywhere, in Markdown, from `supports`."""
+    """docs/support.md: the table of what is supported on a CPU, in Markdown, from `supports`."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn)
     rows: tuple[tuple[str, str, str, Iterable[Any]], ...] = (
         ("attention", "head dim", "head_dim", range(1, 513)),
         ("attention", "query heads per KV head", "n_heads", range(1, 257)),
         ("attention", "dtype", "dtype", dtypes),
-        ("attention", "device", "device", ("cpu", "cuda")),
         ("cache", "head dim", "head_dim", range(1, 513)),
         ("cache", "query heads per KV head", "n_heads", range(1, 257)),
         ("cache", "dtype of q, k, v", "dtype", dtypes),

@@ -1,4 +1,5 @@
 #pragma once
+#include <concepts>
 #include <initializer_list>
 #include <string>
 
@@ -38,5 +39,11 @@ plan::LaunchParams checked_launch(const Launch& launch, const Place& place, int6
 
 /// Throws fold::Error if a launch was refused. operation: its name and shapes; refusal: null, or the reason.
 void require_launched(const std::string& operation, const Place& place, const char* refusal);
+
+/// The same for calls that are short: operation() is asked for where it is needed.
+template <std::invocable F>
+void require_launched(const F& operation, const Place& place, const char* refusal) {
+  if (refusal != nullptr) require_launched(operation(), place, refusal);
+}
 
 }  // namespace fold::api

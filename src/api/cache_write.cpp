@@ -189,7 +189,7 @@ void cache_write(const CacheStorage& cache, const CacheWriteArgs& args, const La
   const plan::Backend& backend = api::cuda_backend(call.place);
   const plan::LaunchParams where =
       api::checked_launch(launch, call.place, backend.cache_write_workspace(call.params, call.bounds));
-  api::require_launched(call.text(), call.place, backend.cache_write(call.params, call.bounds, where));
+  api::require_launched([&] { return call.text(); }, call.place, backend.cache_write(call.params, call.bounds, where));
 }
 
 }  // namespace fold

@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <vector>
 
+#include "api/backend.h"
 #include "api/checks.h"
 #include "api/decode_checks.h"
 #include "cpu/decode.h"
-#include "fold/cache_ops.h"
+#include "fold/launch.h"
 
 namespace fold {
 namespace {
@@ -24,10 +26,13 @@ struct Step {
   std::vector<int32_t> cu_seqlens;  // (B + 1,) multiples of T
 };
 
-Step plan_step(const StepArgs& args) {
+/// Of what says who brings how many tokens.
+void check_shapes(const StepArgs& args) {
   const DecodeArgs& d = args.decode;
   require_tensor("q", d.q, 4, api::kFloatTypes);
   const int64_t batch = d.q.shape[0], tokens = d.q.shape[1];
+  require_tensor("k", args.k, 3, api::kFloatTypes);
+  require_size("k", args.k, 0, batch * tokens, "batch * tokens of q");
   require_tensor("block_table", d.block_table, 2, {DType::i32});
   require_size("block_table", d.block_table, 0, batch, "batch of q");
   api::require_last_contiguous("block_table", d.block_table);
@@ -44,6 +49,11 @@ Step plan_step(const StepArgs& args) {
     require_size("slot_mapping", args.slot_mapping, 0, batch * tokens, "batch * tokens of q");
     require_contiguous("slot_mapping", args.slot_mapping);
   }
+}
+
+Step plan_step(const StepArgs& args) {
+  const DecodeArgs& d = args.decode;
+  const int64_t batch = d.q.shape[0], tokens = d.q.shape[1];
   Step step;
   step.cu_seqlens.push_back(0);
   for (int64_t b = 0; b < batch; ++b) {
@@ -88,9 +98,7 @@ std::vector<int64_t> slots_of(const CacheLayout& layout, const DecodeArgs& d, co
   return slots;
 }
 
-}  // namespace
-
-void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results) {
+void run_on_host(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results) {
   Step step = plan_step(args);
   DecodeArgs after = args.decode;
   after.seqlens = vector_view(step.lengths);
@@ -110,6 +118,151 @@ void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeRe
                       .cu_seqlens = vector_view(step.cu_seqlens),
                       .slot_mapping = mapping});
   cpu::decode(params);
+}
+
+/// A step whose tensors lie in one place. On a device, what its cache write and decode are told follows from what they
+/// hold, so a kernel finds it, and leaves it in the workspace.
+class Call {
+ public:
+  Call(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results)
+      : cache_(cache), args_(args), results_(results) {
+    DecodeArgs& d = args_.decode;
+    place_ = api::take_place({{"storage", &cache_.storage},
+                              {"k", &args_.k},
+                              {"v", &args_.v},
+                              {"slot_mapping", &args_.slot_mapping},
+                              {"q", &d.q},
+                              {"block_table", &d.block_table},
+                              {"seqlens", &d.seqlens},
+                              {"q_lens", &d.q_lens},
+                              {"tree", &d.tree},
+                              {"depth", &d.depth},
+                              {"sinks", &d.sinks},
+                              {"out", &results_.out},
+                              {"lse", &results_.lse},
+                              {"kept_fraction", &results_.kept_fraction},
+                              {"dropped_mass", &results_.dropped_mass},
+                              {"recomputed", &results_.recomputed},
+                              {"bytes_read", &results_.bytes_read}});
+    check_shapes(args_);
+    batch_ = d.q.shape[0];
+    tokens_ = d.q.shape[1];
+    lengths_ = place(batch_ * sizeof(int32_t));
+    token_counts_ = place(batch_ * sizeof(int32_t));
+    cu_seqlens_ = place((batch_ + 1) * sizeof(int32_t));
+    // Without a mapping of the caller's, one is made where some tokens of a request may be padding and others not.
+    made_slots_ = d.q_lens.defined() && !args_.slot_mapping.defined();
+    slots_ = place(made_slots_ ? batch_ * tokens_ * sizeof(int64_t) : 0);
+  }
+
+  int64_t workspace() const {
+    if (place_.device == Device::cpu) return 0;
+    return end_ + std::max(cache_write_workspace(storage(), write_args(kNowhere)),
+                           api::cuda_backend(place_).decode_workspace(decode_params(kNowhere), bounds()));
+  }
+
+  void run(const Launch& launch) const {
+    if (place_.device == Device::cpu) return run_on_host(cache_, args_, results_);
+    const plan::Backend& backend = api::cuda_backend(place_);
+    plan::LaunchParams at = api::checked_launch(launch, place_, workspace());
+    const auto base = reinterpret_cast<uintptr_t>(at.workspace);
+    plan::DecodeParams decode = decode_params(base);
+    api::set_results(decode, results_);
+    const auto text = [this] {
+      return "decode_step, q " + api::shape_text(args_.decode.q) + ", block_table " +
+             api::shape_text(args_.decode.block_table);
+    };
+    // The write checks k and v before anything is launched that writes the cache.
+    Launch rest{.stream = launch.stream, .workspace = launch.workspace};
+    rest.workspace.data = reinterpret_cast<void*>(base + end_);
+    rest.workspace.shape[0] -= end_;
+    api::require_launched(text, place_, backend.step_tables(tables(base), at));
+    cache_write(storage(), write_args(base), rest);
+    at.workspace = rest.workspace.data;
+    api::require_launched(text, place_, backend.decode(decode, bounds(), at));
+  }
+
+ private:
+  static constexpr uintptr_t kNowhere = 256;  ///< a workspace whose size is being asked for
+
+  int64_t place(int64_t bytes) {
+    const int64_t start = end_;
+    end_ += (bytes + 255) / 256 * 256;
+    return start;
+  }
+
+  plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1]}; }
+
+  TensorView on_device(TensorView view) const {
+    view.device = place_.device;
+    view.device_index = place_.index;
+    return view;
+  }
+
+  CacheStorage storage() const { return {cache_.layout, on_device(cache_.storage)}; }
+
+  /// A table in the workspace at `base`.
+  TensorView table(uintptr_t base, int64_t offset, DType dtype, int64_t size) const {
+    return {reinterpret_cast<void*>(base + offset), dtype, {size}};
+  }
+
+  plan::StepParams tables(uintptr_t base) const {
+    const DecodeArgs& d = args_.decode;
+    return {.block_table = d.block_table.as<const int32_t>(),
+            .block_table_stride = d.block_table.strides[0],
+            .max_pages = d.block_table.shape[1],
+            .page_size = cache_.layout.page_size,
+            .seqlens = d.seqlens.as<const int32_t>(),
+            .q_lens = d.q_lens.as<const int32_t>(),
+            .slot_mapping = args_.slot_mapping.as<const int64_t>(),
+            .batch = batch_,
+            .tokens = tokens_,
+            .lengths = reinterpret_cast<int32_t*>(base + lengths_),
+            .token_counts = reinterpret_cast<int32_t*>(base + token_counts_),
+            .cu_seqlens = reinterpret_cast<int32_t*>(base + cu_seqlens_),
+            .slots = made_slots_ ? reinterpret_cast<int64_t*>(base + slots_) : nullptr};
+  }
+
+  CacheWriteArgs write_args(uintptr_t base) const {
+    const DecodeArgs& d = args_.decode;
+    TensorView mapping = args_.slot_mapping;
+    if (made_slots_) mapping = table(base, slots_, DType::i64, batch_ * tokens_);
+    return {.k = on_device(args_.k),
+            .v = on_device(args_.v),
+            .block_table = on_device(d.block_table),
+            .seqlens = on_device(d.seqlens),
+            .cu_seqlens = on_device(table(base, cu_seqlens_, DType::i32, batch_ + 1)),
+            .slot_mapping = on_device(mapping)};
+  }
+
+  plan::DecodeParams decode_params(uintptr_t base) const {
+    DecodeArgs after = args_.decode;
+    after.seqlens = table(base, lengths_, DType::i32, batch_);
+    after.q_lens = table(base, token_counts_, DType::i32, batch_);
+    return api::shaped_decode(cache_, after);
+  }
+
+  CacheStorage cache_;
+  StepArgs args_;
+  DecodeResults results_;
+  api::Place place_;
+  int64_t batch_ = 0, tokens_ = 0;
+  bool made_slots_ = false;
+  int64_t end_ = 0, lengths_ = 0, token_counts_ = 0, cu_seqlens_ = 0, slots_ = 0;  // bytes in the workspace
+};
+
+}  // namespace
+
+int64_t decode_step_workspace(const CacheStorage& cache, const StepArgs& args) {
+  return Call(cache, args, {}).workspace();
+}
+
+void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results, const Launch& launch) {
+  Call(cache, args, results).run(launch);
+}
+
+void decode_step(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results) {
+  decode_step(cache, args, results, {});
 }
 
 }  // namespace fold

@@ -12,14 +12,14 @@ void check(Operation operation, const SupportQuery& query) {
   TensorView probe(nullptr, query.dtype.value_or(DType::bf16), {0});
   probe.device = query.device.value_or(Device::cpu);
   probe.device_index = query.device_index;
-  if (operation == Operation::cache && probe.device == Device::cuda) {
-    api::cuda_backend(api::take_place({{"q", &probe}}));
-  }
-  api::require_tensor("q", probe, 1, api::kFloatTypes);
+  const Device device = probe.device;
+  if (device == Device::cuda) api::cuda_backend(api::take_place({{"q", &probe}}));
+  api::require_tensor("q", probe, 1,
+                      operation == Operation::attention ? api::attention_types(device) : api::kFloatTypes);
   const int64_t kv_heads = query.n_kv_heads.value_or(query.n_heads.value_or(1));
   const int64_t heads = query.n_heads.value_or(kv_heads);
   if (operation == Operation::attention) {
-    api::require_attention_shape(heads, kv_heads, query.head_dim.value_or(64));
+    api::require_attention_shape(heads, kv_heads, query.head_dim.value_or(64), device);
     return;
   }
   CacheLayout layout{.n_kv_heads = kv_heads, .head_dim = query.head_dim.value_or(64)};

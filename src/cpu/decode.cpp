@@ -10,6 +10,7 @@
 
 #include "cpu/convert.h"
 #include "cpu/decode_reference.h"
+#include "numerics/partial_row.h"
 #include "numerics/reference.h"
 #include "plan/decode_plan.h"
 
@@ -204,27 +205,20 @@ void decode(const DecodeParams& p) {
   }
 }
 
-void finish(const FinishParams& p) {
+void finish(const plan::FinishParams& p) {
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < p.batch * p.tokens * p.heads; ++i) {
     const int64_t b = i / (p.tokens * p.heads), t = i / p.heads % p.tokens, h = i % p.heads;
-    const float z = p.grid[3 * i], e = p.grid[3 * i + 1], spread = p.grid[3 * i + 2];
-    const bool empty = std::isinf(z) && e == 0;  // a row that sees no key
+    const numerics::PartialRow partial = numerics::partial_row(p.grid + 3 * i, p.denominator + 3 * i);
     float row[numerics::kMaxHeadDim] = {};
     float lse = -kInf;
-    bool done = true;
-    if (!empty) {
-      const int64_t* sums = p.denominator + 3 * i;
-      const numerics::RowMass mass{sums[0], sums[1], sums[2], 0};
-      const int exponent = std::isfinite(e) ? std::ilogb(e) : 0;
-      done = std::isfinite(z) && numerics::sums_hold(mass) && numerics::finer_bits(mass, spread, exponent, 0) == 0;
-      const float sink = numerics::sub(sink_of(p.sinks, h), z);
-      lse = finish_row(p.numerator + i * p.head_dim, done ? mass : numerics::RowMass{}, sink, z, exponent, p.head_dim,
-                       row);
+    if (!partial.empty) {
+      const float z = p.grid[3 * i], sink = numerics::sub(sink_of(p.sinks, h), z);
+      lse = finish_row(p.numerator + i * p.head_dim, partial.mass, sink, z, partial.e_exponent, p.head_dim, row);
     }
     store_row(row, p.head_dim, p.out, p.out_dtype, b * p.out_stride_b + t * p.out_stride_t + h * p.out_stride_h);
     if (p.lse != nullptr) p.lse[(b * p.heads + h) * p.tokens + t] = lse;
-    if (p.valid != nullptr) p.valid[i] = done;
+    if (p.valid != nullptr) p.valid[i] = partial.done;
   }
 }
 

@@ -1,6 +1,11 @@
+#include "cuda/attention/backward.h"
+#include "cuda/attention/forward.h"
+#include "cuda/cache/cache_read.h"
 #include "cuda/cache/cache_write.h"
+#include "cuda/cache/step_tables.h"
 #include "cuda/decode/decode.h"
 #include "cuda/launch.h"
+#include "cuda/partials/partials.h"
 #include "plan/backend.h"
 
 // The library's only export: the table of what it can do.
@@ -67,6 +72,22 @@ const char* run_decode(const plan::DecodeParams& params, const plan::DecodeBound
                  [&] { decode(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
 }
 
+/// An entry of the table for an operation without a workspace.
+template <auto Operation, typename Params>
+const char* run_without_workspace(const Params& params, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { Operation(params, static_cast<cudaStream_t>(launch.stream)); });
+}
+
+const char* run_attention_forward(const plan::ForwardParams& params, const plan::LaunchParams& launch) {
+  return guarded(launch.device,
+                 [&] { attention_forward(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
+}
+
+const char* run_attention_backward(const plan::BackwardParams& params, const plan::LaunchParams& launch) {
+  return guarded(launch.device,
+                 [&] { attention_backward(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
+}
+
 constexpr plan::Backend kBackend = {
     .version = plan::kBackendVersion,
     .unavailable = unavailable,
@@ -74,6 +95,14 @@ constexpr plan::Backend kBackend = {
     .cache_write = run_cache_write,
     .decode_workspace = decode_bytes,
     .decode = run_decode,
+    .add_partials = run_without_workspace<add_partials, plan::AddPartialsParams>,
+    .finish = run_without_workspace<finish, plan::FinishParams>,
+    .cache_read = run_without_workspace<cache_read, plan::CacheReadParams>,
+    .step_tables = run_without_workspace<step_tables, plan::StepParams>,
+    .attention_forward_workspace = attention_forward_workspace,
+    .attention_forward = run_attention_forward,
+    .attention_backward_workspace = attention_backward_workspace,
+    .attention_backward = run_attention_backward,
 };
 
 }  // namespace

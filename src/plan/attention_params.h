@@ -10,6 +10,9 @@
 // and count rows from cu_seqlens.
 namespace fold::plan {
 
+/// A GPU takes fewer query rows, and fewer keys: their numbers are 32-bit there.
+constexpr int64_t kMostDeviceRows = int64_t{1} << 30;
+
 constexpr int64_t kUnlimitedWindow = std::numeric_limits<int64_t>::max() / 4;
 
 /// Rows of one tensor; channels are contiguous.

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "plan/attention_params.h"
 #include "plan/decode_params.h"
 
 // The contract between the API and a backend in a library of its own, which is loaded at run time. Everything here is
@@ -8,7 +9,7 @@
 namespace fold::plan {
 
 /// Of this header and of every struct that crosses the boundary; API and library must agree.
-constexpr int kBackendVersion = 2;
+constexpr int kBackendVersion = 3;
 
 /// What is declared about a cache write. Lengths, page ids and slots lie in device memory, where the host does not
 /// look, so grids and workspaces follow from these maxima alone.
@@ -42,6 +43,17 @@ struct Backend {
   int64_t (*decode_workspace)(const DecodeParams& params, const DecodeBounds& bounds);  // bytes
   /// One step, or (params.numerator set) its partial sums. `gates` is host memory.
   const char* (*decode)(const DecodeParams& params, const DecodeBounds& bounds, const LaunchParams& launch);
+
+  // None of these needs a workspace.
+  const char* (*add_partials)(const AddPartialsParams& params, const LaunchParams& launch);
+  const char* (*finish)(const FinishParams& params, const LaunchParams& launch);
+  const char* (*cache_read)(const CacheReadParams& params, const LaunchParams& launch);
+  const char* (*step_tables)(const StepParams& params, const LaunchParams& launch);
+
+  int64_t (*attention_forward_workspace)(const ForwardParams& params);  // bytes
+  const char* (*attention_forward)(const ForwardParams& params, const LaunchParams& launch);
+  int64_t (*attention_backward_workspace)(const BackwardParams& params);  // bytes
+  const char* (*attention_backward)(const BackwardParams& params, const LaunchParams& launch);
 };
 
 /// The symbol that a backend's library exports, and its type.

@@ -65,4 +65,57 @@ struct DecodeParams {
   float* grid;           // (B, T, H, 3): Z, E, spread
 };
 
+/// into += other, of the same rows: B T H of them, in order.
+struct AddPartialsParams {
+  int64_t* numerator;    // (rows, D)
+  int64_t* denominator;  // (rows, 3), as in DecodeParams
+  float* grid;           // (rows, 3)
+  const int64_t* other_numerator;
+  const int64_t* other_denominator;
+  const float* other_grid;
+  int64_t rows, head_dim;
+};
+
+/// Partial sums to outputs.
+struct FinishParams {
+  const int64_t* numerator;    // (B, T, H, D)
+  const int64_t* denominator;  // (B, T, H, 3), as in DecodeParams
+  const float* grid;           // (B, T, H, 3)
+  const float* sinks;          // (H,) or null
+  int64_t batch, tokens, heads, head_dim;
+  void* out;  // (B, T, H, D)
+  DType out_dtype;
+  int64_t out_stride_b, out_stride_t, out_stride_h;
+  float* lse;      // (B, H, T) or null
+  uint8_t* valid;  // (B, T, H) or null
+};
+
+struct CacheReadParams {
+  CacheView cache;
+  const int32_t* block_table;  // (B, max_pages)
+  int64_t block_table_stride, max_pages, batch;
+  const int32_t* cu_seqlens;  // (B + 1,), stride 1
+  void* k;                    // (rows, HK, D)
+  void* v;
+  DType k_dtype, v_dtype;
+  int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;
+  int64_t rows;
+};
+
+/// What a decoding step's cache write and decode are told, from what its requests hold and bring.
+struct StepParams {
+  const int32_t* block_table;  // (B, max_pages)
+  int64_t block_table_stride, max_pages;
+  int64_t page_size;
+  const int32_t* seqlens;       // (B,), stride 1: keys before the step
+  const int32_t* q_lens;        // (B,), stride 1, or null
+  const int64_t* slot_mapping;  // (B T,), stride 1, or null
+  int64_t batch, tokens;
+
+  int32_t* lengths;       // (B,) keys after the step
+  int32_t* token_counts;  // (B,) tokens that are no padding, a request's first
+  int32_t* cu_seqlens;    // (B + 1,) multiples of T
+  int64_t* slots;         // (B T,) where the tokens go, -1 for padding; null where nobody asks
+};
+
 }  // namespace fold::plan

@@ -25,7 +25,8 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), sinks=None)
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     if logits.dtype != torch.float64:
         logits = logits.float()
-    logits = logits.masked_fill(~visible(q.shape[1], k.shape[1], causal, window), -math.inf)
+    hidden = ~visible(q.shape[1], k.shape[1], causal, window).to(logits.device)
+    logits = logits.masked_fill(hidden, -math.inf)
     if sinks is not None:
         column = sinks.to(logits.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, column], dim=-1)

@@ -11,7 +11,15 @@ from attention_reference import assert_same_bytes
 from cache_testing import HUGE_PAGE, layer, starts
 from torch import Tensor
 
-from fold_attention import FoldKVCache, decode_ops, fold_attn_with_kvcache, partial_attention, supports
+from fold_attention import (
+    FoldKVCache,
+    add_partials,
+    decode_ops,
+    finish,
+    fold_attn_with_kvcache,
+    partial_attention,
+    supports,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not supports("cache", device="cuda")[0], reason="no GPU, or no CUDA backend"
@@ -93,6 +101,82 @@ def test_steps_drafts_and_forks(depth):
     new = [torch.cat([x, x[:1]]) for x in new]
     same(here.decode(*new), there.decode(*(x.to(GPU) for x in new)))
     assert here.lengths == there.lengths
+
+
+def test_prompts_of_equal_length_need_no_starts():
+    """Tokens as (batch, tokens, heads, dim), and a token each: the cache makes cu_seqlens where the keys are."""
+    layers = [layer(40, seed=i) for i in range(3)]
+    here, there = both((130, 64, 255), [layer(300, seed=10 + i) for i in range(3)], room=60)
+    k, v = (torch.stack([x[i] for x in layers]) for i in (1, 2))
+    for cache, device in ((here, "cpu"), (there, GPU)):
+        cache.write_prompt(k[:, :30].to(device), v[:, :30].to(device))
+        cache.append(k[:, 30].to(device), v[:, 30].to(device))
+        cache.append(k[:, 31:].to(device), v[:, 31:].to(device), ids=cache.requests)
+    assert here.lengths == there.lengths == [170, 104, 295]
+    same(here.read(), there.read())
+    same(here.storage, there.storage)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_steps_in_which_some_tokens_are_padding(tail):
+    """q_lens, and slots of the caller's, in pages of the caller's."""
+    lengths, tokens = (0, 62, 1021, 300), 4
+    layers = [layer(1100, seed=i) for i in range(4)]
+    # Prompts that hold the step's tokens too, so that there are pages for them.
+    here, there = both([max(1, n) + tokens for n in lengths], layers, depth=12.0, tail=tail)
+    q, k, v = (torch.stack([x[i][:tokens] for x in layers]) for i in range(3))
+    table, held = here.tables()[0].clone(), torch.tensor(lengths, dtype=torch.int32)
+    table[0] = -1  # no keys and no page: padding altogether
+    counts = torch.tensor([3, 4, 2, 0], dtype=torch.int32)
+    position = held[:, None] + torch.arange(tokens)
+    slots = table.gather(1, position // here.page_size).long() * here.page_size + position % here.page_size
+    real = (torch.arange(tokens) < counts[:, None]) & (table[:, :1] >= 0)
+    for options in ({"q_lens": counts}, {"slot_mapping": slots.where(real, -1).flatten()}, {}):
+        results: list[Any] = []
+        for cache in (here, there):
+            on: dict[str, Any] = {name: value.to(cache.device) for name, value in options.items()}
+            arguments = [x.to(cache.device) for x in (q, k, v)]
+            on |= {"block_table": table.to(cache.device), "cache_seqlens": held.to(cache.device)}
+            results.append(fold_attn_with_kvcache(arguments[0], cache, *arguments[1:], return_lse=True, **on))
+        same(results[0], results[1], f"{options.keys()}")
+        same(here.storage, there.storage, f"{options.keys()}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_partials_add_and_finish(dim, dtype):
+    layers = [layer(1500, 8, 2, dim, i) for i in range(2)]
+    here, there = both((1500, 700), layers, depth=12.0)
+    q, sinks = torch.stack([x[0][-1:] for x in layers]), torch.linspace(-3, 9, 8)
+    finished: list[Any] = []
+    for cache in (here, there):
+        query, on = q.to(cache.device), sinks.to(cache.device)
+        parts = [partial_attention(query, cache, *part) for part in ((0, 640), (640, 704), (704, 2048))]
+        total = add_partials(parts[2], parts[0], parts[1])
+        out, lse, valid = finish(total, sinks=on, out_dtype=dtype)
+        whole, whole_lse = cache.attend(query, return_lse=True, sinks=on, out_dtype=dtype)
+        assert bool(valid.any())
+        assert_same_bytes(out[valid].cpu(), whole[valid].cpu())
+        assert_same_bytes(lse.transpose(1, 2)[valid].cpu(), whole_lse.transpose(1, 2)[valid].cpu())
+        finished += [(*total, out, lse, valid, *finish(total, out_dtype=dtype))]
+    same(finished[0], finished[1])
+
+
+def test_partials_of_different_queries_do_not_add():
+    """Nobody waits to look at a GPU's grids: their rows become NaN, which says so."""
+    layers = [layer(700, seed=0)]
+    _, there = both((700,), layers, depth=12.0)
+    q = layers[0][0][-1:].to(GPU)[None]
+    other = q.clone()
+    other[:, :, 1] *= 2
+    total = add_partials(partial_attention(q, there, 0, 320), partial_attention(other, there, 320, 700))
+    out, lse, valid = finish(total)
+    assert not bool(valid[:, :, 1].any())
+    assert bool(out[:, :, 1].isnan().all())
+    assert bool(lse[:, 1].isnan().all())
+    right = [0, 2, 3]
+    good = finish(add_partials(partial_attention(q, there, 0, 320), partial_attention(q, there, 320, 700)))
+    assert_same_bytes(out[:, :, right].cpu(), good[0][:, :, right].cpu())
 
 
 def test_partials_and_files(tmp_path):

@@ -99,20 +99,27 @@ def load_training(path: Path, batch: int = 1) -> TrainingProblem:
 
 
 def synthetic_decode(
-    batch: int, seqlen: int, heads: int, kv_heads: int, head_dim: int, steps: int = 4, seed: int = 0
+    batch: int,
+    seqlen: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    steps: int = 4,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> DecodeProblem:
     """Logits of standard deviation 3 nats, and a sink: key 0 holds about half of the mass, and its V is small.
 
     A query is 0.8 of a direction that its group shares and 0.6 of its own.
     """
     _check_heads(heads, kv_heads, head_dim, head_dim)
-    g = torch.Generator().manual_seed(seed)
-    k, v = (torch.empty(batch, kv_heads, seqlen, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    g = torch.Generator(device).manual_seed(seed)
+    k, v = (torch.empty(batch, kv_heads, seqlen, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
     for b in range(batch):
         for x in (k, v):
-            x[b] = torch.randn(kv_heads, seqlen, head_dim, generator=g).bfloat16()
-    common = torch.randn(1, batch, kv_heads, 1, head_dim, generator=g)
-    own = torch.randn(steps, batch, kv_heads, heads // kv_heads, head_dim, generator=g)
+            x[b] = torch.randn(kv_heads, seqlen, head_dim, generator=g, device=device).bfloat16()
+    common = torch.randn(1, batch, kv_heads, 1, head_dim, generator=g, device=device)
+    own = torch.randn(steps, batch, kv_heads, heads // kv_heads, head_dim, generator=g, device=device)
     q = 3 * (0.8 * common + 0.6 * own)
     # exp of the other keys' logits adds up to about seqlen exp(9 / 2).
     direction = common[0, :, :, 0] / common[0, :, :, 0].square().sum(-1, keepdim=True)

@@ -7,9 +7,9 @@ namespace fold::cuda::ptx {
 /// The 32-bit address of an object in shared memory.
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// mbarriers: one arrival a phase, and as many bytes as that arrival announces.
-__device__ inline void init_barrier(uint32_t barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// mbarriers: a phase is over after `arrivals` arrivals and as many bytes as they announced.
+__device__ inline void init_barrier(uint32_t barrier, uint32_t arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ inline void invalidate_barrier(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -19,7 +19,22 @@ __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.
 __device__ inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ inline void arrive(uint32_t barrier, uint32_t arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
 __device__ inline bool phase_is_over(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+/// Waits a while before it says no.
+__device__ inline bool phase_soon_over(uint32_t barrier, uint32_t parity) {
   uint32_t over;
   asm volatile(
       "{\n.reg .pred p;\n"
@@ -31,8 +46,17 @@ __device__ inline bool phase_is_over(uint32_t barrier, uint32_t parity) {
   return over != 0;
 }
 __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
-  while (!phase_is_over(barrier, parity)) {
+  while (!phase_soon_over(barrier, parity)) {
   }
+}
+
+/// Barriers among `threads` threads (whole warps), numbered 1 to 15; 0 is __syncthreads'.
+__device__ inline void sync_named(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+/// Counts as present, and goes on.
+__device__ inline void arrive_named(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 /// to, from and bytes: multiples of 16. Completes on the barrier.
@@ -59,5 +83,12 @@ __device__ inline void copy_16_or_zero(uint32_t to, const void* from, bool kept)
 }
 /// Waits for the thread's own copies.
 __device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+/// Ends a group of the thread's copies.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits for all but the newest `Groups` groups.
+template <int Groups>
+__device__ void wait_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
 
 }  // namespace fold::cuda::ptx

@@ -1,0 +1,148 @@
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "plan/attention_params.h"
+
+// What the kernels of the backward share: tiles, where sequences lie, and the workspace.
+namespace fold::cuda::backward {
+
+/// Tiles of a head dim. Their edges count from a sequence's first row, so that its bits do not depend on its
+/// neighbours.
+template <int D>
+struct Tiles {
+  static constexpr int kRows = D == 64 ? 128 : 64;  // query rows
+  static constexpr int kKeys = 128;
+};
+
+/// Sums of dQ lie in the workspace as the threads of the main loop hold them: a tile is 8 pieces of 16 rows x 64
+/// channels, one for each consumer warp, and piece[128 i + 4 lane + ..] are the 4 sums that wgmma leaves to a lane for
+/// its channels 8 i .. 8 i + 7. At head dim 64 (128 rows) warpgroup w holds rows 64 w .. 64 w + 63, else (64 rows)
+/// channels 64 w .. 64 w + 63.
+constexpr int kPieces = 8, kPieceSums = 16 * 64, kTileSums = kPieces * kPieceSums;
+
+/// Of the rows of a tile, each an array over the rows: log-sum-exp in base 2, Delta, and the grid's 2^shift.
+/// lse +inf: the row sees no key, or there is none. NaN in lse and scale: something that the row sees is not finite.
+enum RowNumber { kLse, kDelta, kScale, kRowNumbers };
+
+/// Keys whose largest norms are also kept together.
+constexpr int kNormBlock = 64;
+
+/// Of a key, or of the keys of a block: (largest) norms of the rows of K and V; infinity or NaN if one is not finite.
+struct Norms {
+  float k, v;
+};
+
+/// Lengths are below plan::kMostDeviceRows: such a window hides nothing, and sums of it and a row stay in an int.
+constexpr int kMaxWindow = static_cast<int>(plan::kMostDeviceRows) - 1;
+
+/// Query rows or keys of all sequences.
+struct Rows {
+  const int32_t* cu_seqlens;  // (B + 1,) or null: dense
+  int length;                 // dense: of each sequence
+  int64_t total;
+
+  /// Where a packed sequence begins, b <= B. Whatever cu_seqlens hold, it stays inside the tensors.
+  __device__ int begin(int b) const { return static_cast<int>(min(max(int64_t{cu_seqlens[b]}, int64_t{0}), total)); }
+};
+
+/// The arguments of all kernels.
+struct Args {
+  plan::RowsView out, dout, dq, dk, dv, k, v;
+  plan::RowsView lse;  // fp32 (B, H, Sq) or (H, Tq)
+  const float* sinks;  // (H,) or null
+  float* dsinks;       // (H,) or null
+  Rows queries, keys;
+  int batch, heads, kv_heads, group;
+  int window_left, window_right;  // at most kMaxWindow
+  float scale;                    // softmax_scale
+  float scale2;                   // softmax_scale * log2(e), rounded
+  float lse_unit;                 // turns a natural log-sum-exp into units of scale2
+
+  // The query heads of a KV head are walked in so many parts, each with sums of dK and dV of its own where there is
+  // more than one: for heads so few that their key tiles do not fill the device. A function of head counts alone.
+  int parts;
+  int units;              // of work over a key tile: KV heads and parts, dense: of all sequences
+  int section, sections;  // dense: units whose tiles run at the same time; the last section has what is left, too
+
+  // Of all sequences; packed: upper bounds.
+  int64_t tiles;        // of query rows
+  int64_t norm_blocks;  // of keys
+  int64_t tasks;        // key tiles and units
+
+  int32_t* dirty;      // (B, HK) whether something is not finite, or a row sees no key
+  Norms* key_norms;    // (HK, norm_blocks, kNormBlock)
+  Norms* block_norms;  // (HK, norm_blocks)
+  float* rows;         // (H, tiles, kRowNumbers, kRows)
+  int32_t* sums;       // (H, tiles, kTileSums)
+  float* dk_parts;     // (parts, HK, Tk, D), or null: one part
+  float* dv_parts;     // as dk_parts
+};
+
+struct Sequence {
+  int index;
+  int q_begin, q_len, k_begin, k_len;  // begins: of packed rows, 0 in a dense batch
+  int64_t first_tile;                  // of its query rows
+  int64_t first_block;                 // of its keys' norms
+};
+
+/// Where a sequence's tiles begin among those of all. One more for each packed sequence before it pays for all that are
+/// filled in part: begin / tile + 1 is at least begin / tile of the next, less its own tiles.
+__device__ inline int64_t first_tile(const Rows& rows, int b, int tile) {
+  return rows.cu_seqlens ? int64_t{rows.begin(b) / tile} + b : b * int64_t{(rows.length + tile - 1) / tile};
+}
+
+template <int D>
+__device__ inline Sequence sequence(const Args& a, int b) {
+  Sequence s{b, 0, a.queries.length, 0, a.keys.length, 0, 0};
+  if (a.queries.cu_seqlens) {
+    s.q_begin = a.queries.begin(b);
+    s.q_len = max(a.queries.begin(b + 1) - s.q_begin, 0);
+    s.k_begin = a.keys.begin(b);
+    s.k_len = max(a.keys.begin(b + 1) - s.k_begin, 0);
+  }
+  s.first_tile = first_tile(a.queries, b, Tiles<D>::kRows);
+  s.first_block = first_tile(a.keys, b, kNormBlock);
+  return s;
+}
+
+/// The sequence that a tile, counted among those of all, belongs to.
+__device__ inline int sequence_of(const Args& a, const Rows& rows, int64_t at, int tile) {
+  if (!rows.cu_seqlens) return static_cast<int>(at / ((rows.length + tile - 1) / tile));
+  int low = 0, high = a.batch - 1;  // the last one that begins at or before it
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_tile(rows, middle, tile) <= at) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+/// The keys [first, last) that a row sees: row + Sk - Sq - left <= key <= row + Sk - Sq + right.
+struct KeyRange {
+  int first, last;
+};
+__device__ inline KeyRange visible_keys(const Args& a, const Sequence& s, int row) {
+  const int diagonal = row + s.k_len - s.q_len;
+  return {max(diagonal - a.window_left, 0), min(diagonal + a.window_right + 1, s.k_len)};
+}
+
+template <typename T>
+__device__ inline T* row_address(const plan::RowsView& x, const Sequence& s, int begin, int64_t row, int head) {
+  return static_cast<T*>(x.data) + s.index * x.stride_b + (begin + row) * x.stride_row + head * x.stride_head;
+}
+
+__device__ inline void store_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = {x, y}; }
+__device__ inline void store_pair(__nv_bfloat16* to, float x, float y) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
+}
+__device__ inline void store_pair(__half* to, float x, float y) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+}
+
+}  // namespace fold::cuda::backward

@@ -1,0 +1,285 @@
+#pragma once
+#include "cuda/attention/forward_rows.cuh"
+#include "cuda/attention/forward_shape.cuh"
+
+// out and lse. Persistent thread blocks take items (a tile of rows of one head); one warp copies Q, K and V, the
+// consumer warpgroups own 64 rows each and take turns, so that one's softmax runs beside another's products. A row
+// meets its key tiles from the last to the first, cut from the sequence's first key, so its bits depend on its sequence
+// alone.
+namespace fold::cuda::attention {
+
+template <typename Shape>
+struct ForwardKernel {
+  using T = typename Shape::Element;
+  using Shared = ForwardShared<Shape>;
+  static constexpr int kStages = Shape::kStages, kItems = Shape::kItems, kKeys = Shape::kKeys, kBlocks = Shape::kBlocks;
+  static constexpr uint32_t kTileBytes = sizeof(Shared::k) / kStages;
+
+  const Forward& f;
+  Shared& shared;
+
+  static __device__ uint32_t address(const void* p) { return ptx::shared_address(p); }
+
+  __device__ void init_barriers() {
+    constexpr int kConsumerWarps = 4 * Shape::kConsumers;
+    ptx::init_barrier(address(&shared.q_full), 1);
+    ptx::init_barrier(address(&shared.q_empty), kConsumerWarps);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::init_barrier(address(&shared.k_full[i]), 1);
+      ptx::init_barrier(address(&shared.v_full[i]), 1);
+      ptx::init_barrier(address(&shared.v_clean[i]), Shape::kCleaners);
+      ptx::init_barrier(address(&shared.k_empty[i]), kConsumerWarps);
+      ptx::init_barrier(address(&shared.v_empty[i]), kConsumerWarps);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      ptx::init_barrier(address(&shared.item_full[i]), 1);
+      ptx::init_barrier(address(&shared.item_empty[i]), kConsumerWarps + Shape::kCleaners + 1);
+    }
+    ptx::fence_barrier_init();
+  }
+
+  /// A number that all threads of the warp have, known as such to the compiler.
+  static __device__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+  /// Once per warp.
+  static __device__ void arrive(const uint64_t& barrier) {
+    if (threadIdx.x % 32 == 0) ptx::arrive(address(&barrier));
+  }
+
+  /// The next item, for every warp but the one that takes them; until end_item().
+  __device__ const Item& next_item(const Ring<kItems>& ring) {
+    ptx::wait_barrier(address(&shared.item_full[ring.at()]), ring.parity());
+    return shared.items[ring.at()];
+  }
+  __device__ void end_item(Ring<kItems>& ring) {
+    __syncwarp();
+    arrive(shared.item_empty[ring.at()]);
+    ++ring.count;
+  }
+
+  __device__ void copy_tile(const CUtensorMap& map, void* to, uint64_t& barrier, int row, int head, int sequence,
+                            int rows) {
+    ptx::expect_bytes(address(&barrier), static_cast<uint32_t>(kBlocks * rows * ptx::kSwizzleRow));
+    for (int block = 0; block < kBlocks; ++block) {
+      ptx::copy_box(address(to) + static_cast<uint32_t>(block * rows * ptx::kSwizzleRow), map, address(&barrier),
+                    64 * block, row, head, sequence);
+    }
+  }
+
+  /// One thread: fills the ring of items.
+  __device__ void take_items() {
+    Ring<kItems> items;
+    unsigned first = blockIdx.x, taken = 0;
+    while (true) {
+      Item& item = shared.items[items.at()];
+      ptx::sleep_on_barrier(address(&shared.item_empty[items.at()]), items.parity() ^ 1);
+      set_item(item, f.params, f.schedule, first + taken, kKeys);
+      const bool last = item.sequence < 0;
+      ptx::arrive(address(&shared.item_full[items.at()]));
+      if (last) return;
+      ++items.count;
+      first = gridDim.x;
+      if (f.schedule.taken != nullptr) taken = atomicAdd(f.schedule.taken, 1);
+    }
+  }
+
+  /// One thread.
+  __device__ void copy_items(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map) {
+    const int group = static_cast<int>(f.params.heads / f.params.kv_heads);
+    Ring<kItems> items;
+    Ring<1> queries;
+    Ring<kStages> stages;
+    while (true) {
+      const Item& item = next_item(items);
+      if (item.sequence < 0) return;
+      const int sequence = f.params.cu_seqlens_q == nullptr ? item.sequence : 0;
+      if (item.tiles_begin < item.tiles_end) {
+        ptx::sleep_on_barrier(address(&shared.q_empty), queries.parity() ^ 1);
+        ++queries.count;
+        copy_tile(q_map, shared.q, shared.q_full, item.q_begin + item.first_row, item.head, sequence, Shape::kRows);
+      }
+      for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
+        const int row = item.k_begin + tile * kKeys, at = stages.at(), head = item.head / group;
+        ptx::sleep_on_barrier(address(&shared.k_empty[at]), stages.parity() ^ 1);
+        copy_tile(k_map, shared.k[at], shared.k_full[at], row, head, sequence, kKeys);
+        ptx::sleep_on_barrier(address(&shared.v_empty[at]), stages.parity() ^ 1);
+        copy_tile(v_map, shared.v[at], shared.v_full[at], row, head, sequence, kKeys);
+        ++stages.count;
+      }
+      ptx::arrive(address(&shared.item_empty[items.at()]));
+      ++items.count;
+    }
+  }
+
+  /// Cleaners: where a tile is masked, some rows must not see some values, which may lie behind the sequence's end, in
+  /// another sequence. A weight of zero times such a value is zero, unless the value is not finite: that one is set to
+  /// zero, and its key is remembered for the rows that do see it.
+  __device__ void clean() {
+    Ring<kItems> items;
+    Ring<kStages> stages;
+    while (true) {
+      const Item& item = next_item(items);
+      if (item.sequence < 0) return;
+      for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
+        ptx::sleep_on_barrier(address(&shared.v_full[stages.at()]), stages.parity());
+        if (item.masked(tile)) clean_values(stages.at());
+        arrive(shared.v_clean[stages.at()]);
+        ++stages.count;
+      }
+      end_item(items);
+    }
+  }
+
+  __device__ void clean_values(int stage) {
+    const int cleaner = static_cast<int>(threadIdx.x) / 32 - 2, lane = threadIdx.x % 32;
+    uint32_t* const broken = shared.broken[stage][cleaner];
+    if (lane < kKeys / 32) broken[lane] = 0;
+    __syncwarp();
+    auto* const chunks = reinterpret_cast<uint4*>(shared.v[stage]);
+#pragma unroll 2
+    for (int i = cleaner * 32 + lane; i < static_cast<int>(kTileBytes / 16); i += Shape::kCleaners * 32) {
+      uint4 chunk = chunks[i];
+      const bool finite =
+          (not_finite<T>(chunk.x) | not_finite<T>(chunk.y) | not_finite<T>(chunk.z) | not_finite<T>(chunk.w)) == 0;
+      if (finite) continue;
+      const int key = i / 8 % kKeys;
+      atomicOr(&broken[key / 32], 1u << key % 32);
+      for (uint32_t* word : {&chunk.x, &chunk.y, &chunk.z, &chunk.w}) {
+        *word &= ~(not_finite<T>(*word) / 0x8000 * 0xffff);
+      }
+      chunks[i] = chunk;
+    }
+    ptx::fence_async();
+    __syncwarp();
+  }
+
+  /// Turns of the consumers: each issues its products when the others have issued theirs.
+  static __device__ void wait_turn(int consumer) { ptx::sync_named(1 + consumer, 128 * Shape::kConsumers); }
+  static __device__ void end_turn(int consumer) {
+#pragma unroll
+    for (int i = 1; i < Shape::kConsumers; ++i) {
+      ptx::arrive_named(1 + (consumer + i) % Shape::kConsumers, 128 * Shape::kConsumers);
+    }
+  }
+
+  __device__ void multiply_keys(float (&s)[kKeys / 2], int consumer, int stage) {
+    const uint64_t q = ptx::operand<ptx::Major::k>(address(shared.q) + consumer * 64 * ptx::kSwizzleRow);
+    const uint64_t k = ptx::operand<ptx::Major::k>(address(shared.k[stage]));
+    ptx::wgmma_arrive();
+#pragma unroll
+    for (int i = 0; i < Shape::kDim / 16; ++i) {
+      const int block = i / 4 * ptx::kSwizzleRow, within = i % 4 * 32;
+      ptx::wgmma<T, kKeys, ptx::Major::k, ptx::Major::k>(s, ptx::further(q, block * Shape::kRows + within),
+                                                         ptx::further(k, block * kKeys + within), i > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ void add_values(float (&o)[Shape::kDim / 2], const uint32_t (&p)[kKeys / 16][4], int stage) {
+    const uint64_t v = ptx::operand<ptx::Major::mn>(address(shared.v[stage]), kKeys * ptx::kSwizzleRow);
+    ptx::wgmma_arrive();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) {
+      ptx::wgmma<T, Shape::kDim, ptx::Major::mn>(o, p[i], ptx::further(v, i * 16 * ptx::kSwizzleRow), true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ void consume() {
+    const int consumer = uniform(static_cast<int>(threadIdx.x) / 128) - 1;
+    Ring<kItems> items;
+    Ring<kStages> stages;
+    Ring<1> queries;
+#pragma unroll 1
+    for (int before = 0; before < consumer; ++before) ptx::arrive_named(1 + before, 128 * Shape::kConsumers);
+    while (true) {
+      const Item& item = next_item(items);
+      if (item.sequence < 0) return;
+      Rows<T, Shape::kDim, kKeys> rows(f, item, consumer);
+      if (item.tiles_begin < item.tiles_end) {
+        ptx::wait_barrier(address(&shared.q_full), queries.parity());
+        ++queries.count;
+        sum_tiles(rows, item, consumer, stages);
+      }
+      rows.write();
+      end_item(items);
+    }
+  }
+
+  __device__ void sum_tiles(Rows<T, Shape::kDim, kKeys>& rows, const Item& item, int consumer, Ring<kStages>& stages) {
+    float s[kKeys / 2];
+    uint32_t p[kKeys / 16][4];
+    const int first = uniform(item.tiles_begin), whole_begin = uniform(item.whole_begin);
+    const int whole_end = uniform(item.whole_end);
+    const auto masked = [&](int tile) { return tile < whole_begin || tile >= whole_end; };
+    int tile = uniform(item.tiles_end) - 1;
+    ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
+    multiply_keys(s, consumer, stages.at());
+    ptx::wgmma_wait<0>();
+    ptx::keep_registers(s);
+    arrive(shared.k_empty[stages.at()]);
+    if (tile == first) arrive(shared.q_empty);
+    rows.weigh(s, tile, masked(tile));
+    Ring<kStages> values = stages;
+    ++stages.count;
+    if (tile > first) ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
+    rows.round(s, p);
+#pragma unroll 1
+    while (--tile >= first) {
+      wait_turn(consumer);
+      multiply_keys(s, consumer, stages.at());
+      ptx::wait_barrier(address(&shared.v_clean[values.at()]), values.parity());
+      add_values(rows.sums, p, values.at());
+      end_turn(consumer);
+      ptx::wgmma_wait<1>();
+      ptx::keep_registers(s);
+      arrive(shared.k_empty[stages.at()]);
+      if (tile == first) arrive(shared.q_empty);
+      const Scales scales = rows.weigh(s, tile, masked(tile));
+      const Ring<kStages> next{stages.count + 1};
+      if (tile > first) ptx::wait_barrier(address(&shared.k_full[next.at()]), next.parity());
+      ptx::wgmma_wait<0>();
+      ptx::keep_registers(rows.sums);
+      if (masked(tile + 1)) [[unlikely]]
+        rows.add_broken(tile + 1, shared.broken[values.at()]);
+      arrive(shared.v_empty[values.at()]);
+      rows.round(s, p);
+      rows.scale(scales);
+      values = stages;
+      stages = next;
+    }
+    ptx::wait_barrier(address(&shared.v_clean[values.at()]), values.parity());
+    add_values(rows.sums, p, values.at());
+    ptx::wgmma_wait<0>();
+    ptx::keep_registers(rows.sums);
+    if (masked(first)) rows.add_broken(first, shared.broken[values.at()]);
+    arrive(shared.v_empty[values.at()]);
+  }
+};
+
+template <typename Shape>
+__global__ __launch_bounds__(Shape::kThreads, 1) void forward_kernel(const __grid_constant__ Forward f,
+                                                                     const __grid_constant__ CUtensorMap q_map,
+                                                                     const __grid_constant__ CUtensorMap k_map,
+                                                                     const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  ForwardKernel<Shape> kernel{f, *reinterpret_cast<ForwardShared<Shape>*>(shared_bytes)};
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(q_map);
+    ptx::prefetch_map(k_map);
+    ptx::prefetch_map(v_map);
+    kernel.init_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::give_registers<Shape::kProducerRegisters>();
+    if (threadIdx.x == 0) kernel.take_items();
+    if (threadIdx.x == 32) kernel.copy_items(q_map, k_map, v_map);
+    if (threadIdx.x >= 64) kernel.clean();
+  } else {
+    ptx::take_registers<Shape::kConsumerRegisters>();
+    kernel.consume();
+  }
+}
+
+}  // namespace fold::cuda::attention

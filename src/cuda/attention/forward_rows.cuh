@@ -1,0 +1,224 @@
+#pragma once
+#include <limits>
+
+#include "cuda/attention/forward_shape.cuh"
+
+// The rows of a consumer warpgroup: logits to weights, and sums over key tiles. A thread holds a share of two rows, 8
+// apart (ptx/wgmma.cuh): lanes 4 g .. 4 g + 3 have the same two, lane 4 g + c columns 8 i + 2 c and 8 i + 2 c + 1.
+namespace fold::cuda::attention {
+
+/// Bits 15 and 31: whether the low, the high 16-bit number of a word is an infinity or a NaN.
+template <typename T>
+__device__ inline uint32_t not_finite(uint32_t word) {
+  constexpr uint32_t kExponent = std::is_same_v<T, __nv_bfloat16> ? 0x7f80 : 0x7c00;
+  return ((word & kExponent * 0x10001) + (0x8000 - kExponent) * 0x10001) & 0x80008000;
+}
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+/// Element c of lane k of a quad becomes element k of its lane c.
+__device__ inline void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t other = __shfl_xor_sync(~0u, high ? x[i] : x[i | bit], bit);
+      (high ? x[i] : x[i | bit]) = other;
+    }
+  }
+}
+
+/// What the sums so far are multiplied by once a tile has raised the rows' maxima.
+struct Scales {
+  float of[2];
+};
+
+template <typename T, int D, int Keys>
+struct Rows {
+  /// Above it (base 2) the rounding of a row's maximum would show in its weights: it is subtracted from the logits
+  /// before they are scaled, not after.
+  static constexpr float kLargeLogit = 1024;
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+  const Forward& f;
+  const Item& item;  // in shared memory
+  int first_row;     // this thread's first row in the sequence; the other is 8 further
+  float sums[D / 2];
+  float top[2];   // largest logit, before log2_scale
+  float mass[2];  // sum of weights
+
+  __device__ Rows(const Forward& forward, const Item& of, int consumer)
+      : f(forward),
+        item(of),
+        first_row(of.first_row + 64 * consumer + static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4)) {
+#pragma unroll
+    for (float& sum : sums) sum = 0;
+    top[0] = top[1] = -kInfinity;
+    mass[0] = mass[1] = 0;
+  }
+
+  __device__ KeyRange seen(int r) const { return visible_keys(f.schedule, item.q_len, item.k_len, first_row + 8 * r); }
+
+  __device__ void mask(float (&s)[Keys / 2], int tile) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange keys = seen(r);
+      const int first = keys.first - tile * Keys - static_cast<int>(2 * (threadIdx.x % 4));
+      const auto width = static_cast<unsigned>(keys.last - keys.first);
+#pragma unroll
+      for (int i = 0; i < Keys / 8; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (static_cast<unsigned>(8 * i + e - first) >= width) s[4 * i + 2 * r + e] = -kInfinity;
+        }
+      }
+    }
+  }
+
+  /// Logits of a tile become weights. Both rows together: each alone is a chain of latencies.
+  __device__ Scales weigh(float (&s)[Keys / 2], int tile, bool masked) {
+    if (f.sign != 1) [[unlikely]] {
+#pragma unroll
+      for (float& x : s) x *= f.sign;
+    }
+    if (masked) [[unlikely]]
+      mask(s, tile);
+    float of_tile[4];  // even and odd columns of each row
+#pragma unroll
+    for (int c = 0; c < 4; ++c) of_tile[c] = s[c];
+#pragma unroll
+    for (int i = 4; i < Keys / 2; ++i) of_tile[i % 4] = fmaxf(of_tile[i % 4], s[i]);
+
+    Scales scales;
+    float offset[2], shift[2];
+    bool large = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float before = top[r];
+      top[r] = fmaxf(before, quad_max(fmaxf(of_tile[2 * r], of_tile[2 * r + 1])));
+      const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
+      scales.of[r] = ptx::exp2_fast((before - reference) * f.log2_scale);
+      offset[r] = reference * f.log2_scale;
+      shift[r] = fabsf(offset[r]) > kLargeLogit ? reference : 0.0f;
+      large = large || shift[r] != 0;
+    }
+    if (__any_sync(~0u, large)) [[unlikely]] {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) offset[r] = shift[r] != 0 ? 0.0f : offset[r];
+#pragma unroll
+      for (int i = 0; i < Keys / 2; ++i) s[i] -= shift[i / 2 % 2];
+    }
+#pragma unroll
+    for (int i = 0; i < Keys / 2; ++i) {
+      s[i] = ptx::exp2_fast(__fmaf_rn(s[i], f.log2_scale, -offset[i / 2 % 2]));
+      of_tile[i % 4] = i < 4 ? s[i] : of_tile[i % 4] + s[i];
+    }
+    // The quads' sums could wait for the last tile. But the compiler would then move the exponentials behind the wait
+    // for the value product, beside which they are to run; a shuffle it leaves in its place.
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      mass[r] = __fmaf_rn(mass[r], scales.of[r], quad_sum(of_tile[2 * r] + of_tile[2 * r + 1]));
+    }
+    return scales;
+  }
+
+  /// Weights as the operand of the value product.
+  static __device__ void round(const float (&s)[Keys / 2], uint32_t (&p)[Keys / 16][4]) {
+#pragma unroll
+    for (int i = 0; i < Keys / 4; ++i) p[i / 4][i % 4] = ptx::pair<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  __device__ void scale(const Scales& scales) {
+    if (!__any_sync(~0u, scales.of[0] != 1 || scales.of[1] != 1)) return;  // no maximum was raised: the usual case
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) sums[i] *= scales.of[i / 2 % 2];
+  }
+
+  /// Adds the values that were cut (a bit for each key of the tile, from several cleaners) where they are seen: what is
+  /// not finite stays so whatever its weight.
+  template <int Cleaners>
+  __device__ void add_broken(int tile, const uint32_t (&broken)[Cleaners][Keys / 32]) {
+    for (int word = 0; word < Keys / 32; ++word) {
+      uint32_t bits = 0;
+      for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
+      for (; bits != 0; bits &= bits - 1) add_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
+    }
+  }
+
+  /// What is not finite of a key's values, to the rows that see it.
+  __device__ void add_values(int key) {
+    const plan::ForwardParams& p = f.params;
+    const T* const v = static_cast<const T*>(p.v.data) + batch_offset(p.v) +
+                       (item.k_begin + int64_t{key}) * p.v.stride_row +
+                       item.head / (p.heads / p.kv_heads) * p.v.stride_head;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const KeyRange keys = seen(r);
+      if (key < keys.first || key >= keys.last) continue;
+#pragma unroll
+      for (int i = 0; i < D / 4; ++i) {
+        const float value = static_cast<float>(v[i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2]);
+        if (!isfinite(value)) sums[i / 2 * 4 + 2 * r + i % 2] += value;
+      }
+    }
+  }
+
+  __device__ int64_t batch_offset(const plan::RowsView& x) const {
+    return f.params.cu_seqlens_q == nullptr ? item.sequence * x.stride_b : 0;
+  }
+
+  __device__ void write() {
+    const plan::ForwardParams& p = f.params;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + 8 * r;
+      float total = mass[r], factor = 0, lse = -kInfinity;
+      if (total != 0) {
+        float natural = top[r] * fabsf(p.softmax_scale), shrink = 1;
+        if (p.sinks != nullptr) {
+          constexpr float kLog2E = 1.44269504f;
+          const float sink = p.sinks[item.head], above = (sink - natural) * kLog2E;
+          if (above > 0) {
+            natural = sink;
+            shrink = exp2f(-above);
+          }
+          total = above > 0 ? total * shrink + 1 : total + exp2f(above);
+        }
+        factor = shrink / total;
+        lse = natural + logf(total);
+      }
+      const int64_t at = item.q_begin + int64_t{row};
+      const bool inside = row < item.q_len;
+      T* const out =
+          static_cast<T*>(p.out.data) + batch_offset(p.out) + at * p.out.stride_row + item.head * p.out.stride_head;
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const pair = &sums[16 * i + 4 * j + 2 * r];
+          words[j] = ptx::pair<T>(pair[0] * factor, pair[1] * factor);
+        }
+        transpose_quad(words);
+        if (inside) {
+          reinterpret_cast<uint4*>(out)[4 * i + threadIdx.x % 4] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+      if (p.lse.data != nullptr && inside && threadIdx.x % 4 == 0) {
+        static_cast<float*>(p.lse.data)[batch_offset(p.lse) + at * p.lse.stride_row + item.head * p.lse.stride_head] =
+            lse;
+      }
+    }
+  }
+};
+
+}  // namespace fold::cuda::attention
