@@ -1,9 +1,12 @@
 // Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
-// rows needed and their rate. L2 is evicted before every step by writing 256 MB and then reading other 256 MB.
-// decode_bench [NAME]: the shapes whose name contains NAME.
+// rows needed and their rate, the error against fp64. L2 is evicted before every step by writing 256 MB and then
+// reading other 256 MB.
+// decode_bench [NAME [tail|no-tail [DEPTH ...]]]: the shapes whose name contains NAME, with or without the tail model,
+// at these depths (inf: every V is read).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -102,16 +105,49 @@ Times time_of(const std::function<void()>& step, Evictor& evict, cudaStream_t st
   return {times[kRuns / 2], times[kRuns / 10], times[kRuns - 1 - kRuns / 10]};
 }
 
+/// (HK, D): what the queries of a group share.
+std::vector<float> shared_queries(const Shape& s) {
+  std::mt19937 rng(2);
+  std::normal_distribution<float> normal;
+  std::vector<float> shared(static_cast<size_t>(s.kv_heads * s.head_dim));
+  for (float& x : shared) x = normal(rng);
+  return shared;
+}
+
+/// Queries (B, H, D): 0.8 of their group's, 0.6 their own; logits of standard deviation 3 nats.
+std::vector<float> queries(const Shape& s) {
+  const std::vector<float> shared = shared_queries(s);
+  std::mt19937 rng(3);
+  std::normal_distribution<float> normal;
+  std::vector<float> q;
+  for (int64_t row = 0; row < s.batch * s.heads; ++row) {
+    const float* of_group = &shared[static_cast<size_t>(row % s.heads / (s.heads / s.kv_heads) * s.head_dim)];
+    for (int64_t i = 0; i < s.head_dim; ++i) q.push_back(3 * (0.8f * of_group[i] + 0.6f * normal(rng)));
+  }
+  return q;
+}
+
 /// One request's pages, written by the CPU backend, and as many copies of them as the batch asks for.
 struct Cache {
-  explicit Cache(const Shape& s) : layout{.n_kv_heads = s.kv_heads, .head_dim = s.head_dim} {
+  Cache(const Shape& s, bool tail) : layout{.n_kv_heads = s.kv_heads, .head_dim = s.head_dim, .tail = tail} {
     sections = fold::page_sections(layout);
     const int64_t pages = s.keys / layout.page_size + 1, rows = s.keys * s.kv_heads * s.head_dim;
     std::mt19937 rng(1);
     std::normal_distribution<float> normal;
-    std::vector<float> k(static_cast<size_t>(rows)), v(k.size());
+    k.resize(static_cast<size_t>(rows));
+    v.resize(k.size());
     for (float& x : k) x = normal(rng);
     for (float& x : v) x = normal(rng);
+    // Key 0 is a sink: along the queries of its group, it holds about half of the mass.
+    const std::vector<float> shared = shared_queries(s);
+    const auto d = static_cast<size_t>(s.head_dim);
+    for (size_t head = 0; head < static_cast<size_t>(s.kv_heads); ++head) {
+      const float* along = &shared[head * d];
+      const double square = std::inner_product(along, along + d, along, 0.0);
+      const double logit = std::log(static_cast<double>(s.keys)) + 4.5;  // nats; the others' mean is 9 / 2
+      for (size_t i = 0; i < d; ++i)
+        k[head * d + i] = static_cast<float>(logit * std::sqrt(static_cast<double>(d)) / (2.4 * square)) * along[i];
+    }
     std::vector<uint8_t> bytes(static_cast<size_t>(pages * sections.bytes));
     std::vector<int32_t> table(static_cast<size_t>(pages));
     std::iota(table.begin(), table.end(), 0);
@@ -141,35 +177,60 @@ struct Cache {
 
   fold::CacheLayout layout;
   fold::PageSections sections;
+  std::vector<float> k, v;  // (keys, HK, D)
   uint8_t* data = nullptr;
   int32_t* block_table = nullptr;
   int64_t pages_of_request = 0, num_pages = 0;
 };
 
-/// Queries of a group: 0.8 shared, 0.6 their own; logits of standard deviation 3 nats.
-std::vector<float> queries(const Shape& s) {
-  std::mt19937 rng(2);
-  std::normal_distribution<float> normal;
-  std::vector<float> q, shared(static_cast<size_t>(s.head_dim));
-  for (int64_t row = 0; row < s.batch * s.heads; ++row) {
-    if (row % (s.heads / s.kv_heads) == 0) {
-      for (float& x : shared) x = normal(rng);
+/// Attention of request 0 in fp64: (H, D).
+std::vector<double> reference(const Shape& s, const std::vector<float>& k, const std::vector<float>& v,
+                              const std::vector<float>& q) {
+  std::vector<double> out(static_cast<size_t>(s.heads * s.head_dim), 0.0);
+#pragma omp parallel for
+  for (int64_t h = 0; h < s.heads; ++h) {
+    const int64_t kv_head = h / (s.heads / s.kv_heads), d = s.head_dim;
+    const auto row = [&](const std::vector<float>& of, int64_t key) {
+      return &of[static_cast<size_t>((key * s.kv_heads + kv_head) * d)];
+    };
+    std::vector<double> logit(static_cast<size_t>(s.keys));
+    for (int64_t j = 0; j < s.keys; ++j) {
+      logit[j] = std::inner_product(row(k, j), row(k, j) + d, &q[static_cast<size_t>(h * d)], 0.0) /
+                 std::sqrt(static_cast<double>(d));
     }
-    for (const float x : shared) q.push_back(3 * (0.8f * x + 0.6f * normal(rng)));
+    const double most = *std::max_element(logit.begin(), logit.end());
+    double total = 0;
+    for (int64_t j = 0; j < s.keys; ++j) {
+      const double w = std::exp(logit[j] - most);
+      total += w;
+      for (int64_t i = 0; i < d; ++i) out[h * d + i] += w * row(v, j)[i];
+    }
+    for (int64_t i = 0; i < d; ++i) out[h * d + i] /= total;
   }
-  return q;
+  return out;
 }
 
-void run(const Shape& s, Evictor& evict, cudaStream_t stream) {
-  const Cache cache(s);
+double relative_error(const std::vector<float>& got, const std::vector<double>& want) {
+  double square = 0, whole = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    square += (got[i] - want[i]) * (got[i] - want[i]);
+    whole += want[i] * want[i];
+  }
+  return std::sqrt(square / whole);
+}
+
+void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
+  const Cache cache(s, tail);
+  const std::vector<float> all_queries = queries(s);
+  const std::vector<double> want = reference(s, cache.k, cache.v, all_queries);
   const size_t rows = static_cast<size_t>(s.batch * s.heads);
-  float* q = device_array(queries(s));
+  float* q = device_array(all_queries);
   float* out = device_array(std::vector<float>(rows * s.head_dim));
   float* kept = device_array(std::vector<float>(rows));
   uint8_t* again = device_array(std::vector<uint8_t>(rows));
   int64_t* bytes = device_array(std::vector<int64_t>(static_cast<size_t>(s.batch * s.kv_heads)));
   int32_t* lengths = device_array(std::vector<int32_t>(static_cast<size_t>(s.batch), static_cast<int32_t>(s.keys)));
-  for (const float depth : {12.0f, 16.0f, std::numeric_limits<float>::infinity()}) {
+  for (const float depth : depths_wanted) {
     float* depths = device_array(std::vector<float>{depth});
     fold::plan::DecodeParams p{};
     p.cache = {cache.data, cache.sections.bytes, cache.num_pages, cache.layout, cache.sections};
@@ -204,8 +265,10 @@ void run(const Shape& s, Evictor& evict, cudaStream_t stream) {
     const auto shares = host_copy(kept, rows);
     const auto reruns = host_copy(again, rows);
     std::printf(
-        "%-22s depth %4.0f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, %4.1f %% kept, %ld of %zu rows again\n",
-        s.name, depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        "%-22s %s depth %4.1f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, error %.1e, %4.1f %% kept, %ld of %zu rows "
+        "again\n",
+        s.name, tail ? "tail" : "no tail", depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        relative_error(host_copy(out, want.size()), want),
         100 * std::accumulate(shares.begin(), shares.end(), 0.0) / static_cast<double>(rows),
         std::accumulate(reruns.begin(), reruns.end(), 0L), rows);
     std::fflush(stdout);
@@ -225,7 +288,11 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
   Evictor evict;
+  const bool tail = argc < 3 || std::strcmp(argv[2], "no-tail") != 0;
+  std::vector<float> depths;
+  for (int i = 3; i < argc; ++i) depths.push_back(std::strtof(argv[i], nullptr));
+  if (depths.empty()) depths = {12.0f, 16.0f, std::numeric_limits<float>::infinity()};
   for (const Shape& shape : kShapes) {
-    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, evict, stream);
+    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, tail, depths, evict, stream);
   }
 }

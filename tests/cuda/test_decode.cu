@@ -26,16 +26,22 @@ class DecodeShapes : public fold::testing::DeviceTest,
 TEST_P(DecodeShapes, HaveTheCpusBytes) {
   const auto [dim, group] = GetParam();
   for (const auto& [k_bits, v_bits] : {std::pair{16, 16}, {8, 4}, {4, 16}, {16, 8}}) {
-    SCOPED_TRACE("bits " + std::to_string(k_bits) + ", " + std::to_string(v_bits));
-    Case c;
-    c.layout = {
-        .n_kv_heads = 2, .head_dim = dim, .page_size = dim == 64 ? 64 : 320, .k_bits = k_bits, .v_bits = v_bits};
-    c.group = group;
-    c.lengths = {131, 1031, 2309};
-    c.depths = {12, 14, 9, 16, kDense};
-    compare(c);
-    c.depths = {11};
-    compare(c);
+    for (const bool tail : {true, false}) {
+      SCOPED_TRACE("bits " + std::to_string(k_bits) + ", " + std::to_string(v_bits) + (tail ? ", tail" : ""));
+      Case c;
+      c.layout = {.n_kv_heads = 2,
+                  .head_dim = dim,
+                  .page_size = dim == 64 ? 64 : 320,
+                  .k_bits = k_bits,
+                  .v_bits = v_bits,
+                  .tail = tail};
+      c.group = group;
+      c.lengths = {131, 1031, 2309};
+      c.depths = {12, 14, 9, 16, kDense};
+      compare(c);
+      c.depths = {11};
+      compare(c);
+    }
   }
 }
 
@@ -159,6 +165,21 @@ TEST_F(DecodeDevice, SixteenBitQueriesAndOutputs) {
     c.dtype = dtype;
     c.lengths = {1, 300, 1100};
     compare(c);
+  }
+}
+
+TEST_F(DecodeDevice, ShallowDepths) {
+  for (const float depth : {6.0f, 2.0f, 0.0f, -2.0f, -20.0f}) {
+    for (const bool tail : {true, false}) {
+      SCOPED_TRACE("depth " + std::to_string(depth) + (tail ? ", tail" : ""));
+      Case c;
+      c.layout.tail = tail;
+      c.lengths = {300, 1100, 2049};
+      c.depths = {depth, 12};
+      compare(c);
+      c.depths = {depth};
+      compare(c);
+    }
   }
 }
 

@@ -4,27 +4,29 @@
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/sum_any.cuh"
 #include "cuda/decode/sum_narrow.cuh"
+#include "cuda/decode/sum_stream.cuh"
 #include "cuda/launch.h"
 #include "cuda/ptx/launch_order.cuh"
 
 namespace fold::cuda {
 namespace {
 
-/// How the rows of a group are summed (kCtas on a multiprocessor at least, which takes kRanges ranges at first): four
-/// or eight at a time by NarrowSummer, any number (Quads = 0) by RangeSummer.
-template <int D, int Quads>
+/// How the rows of a group are summed: up to 4, 8 or 12 at a time by StreamSummer, or with the tail model up to 4 or 8
+/// by NarrowSummer; any number (Quads = 0) by RangeSummer.
+template <int D, int Quads, bool Tail>
 struct Summing {
+  using Shared = StreamShared<D, Quads>;
+  using Summer = StreamSummer<D, Quads>;
+};
+template <int D, int Quads>
+struct Summing<D, Quads, true> {
   using Shared = NarrowShared<D, Quads>;
   using Summer = NarrowSummer<D, Quads>;
-  static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3, kRanges = kCtas;
-  // Beside each the kernel's own variables and what CUDA keeps for itself.
-  static_assert(kCtas * (sizeof(Shared) + 256 + 1024) <= 228 * 1024, "shared memory of a Hopper multiprocessor");
 };
 template <int D>
-struct Summing<D, 0> {
+struct Summing<D, 0, true> {
   using Shared = SumShared<D>;
   using Summer = RangeSummer<D>;
-  static constexpr int kThreads = kSumThreads, kCtas = 1, kRanges = 3;
 };
 
 /// The tiles of one of `splits` ranges of a group.
@@ -35,130 +37,239 @@ __device__ TileRange share(const Visible& visible, const plan::DecodeParams& p, 
           range.begin + static_cast<int>(tiles * (split + 1) / splits)};
 }
 
-enum class Outcome { kOthersWork, kFinished, kRunsAgain };
+/// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
+struct Item {
+  int index;        // of the group
+  int part, split;  // of how many rows and tiles
+  bool again;
+};
 
-/// The sums of one item (a range of tiles and of rows of a group, counted over all groups); the CTA that adds a group's
-/// last ones finishes it. Sets task.
-template <int D, int Quads>
-__device__ Outcome run_item(const Step& step, int taken, int splits, RangeTask& task,
-                            typename Summing<D, Quads>::Shared& shared) {
-  __shared__ unsigned arrived;
-  __shared__ uint64_t again;
-  if (threadIdx.x == 0) {
-    const int items = splits * step.parts, index = taken / items, item = taken % items;
-    const GroupState g = step.workspace.group(index);
-    const int kv_heads = static_cast<int>(step.params.cache.layout.n_kv_heads), part = item / splits;
-    task = {.g = g,
-            .visible = g.head->visible,
-            .active = g.head->active,
-            .index = index,
-            .batch = index / kv_heads / static_cast<int>(step.params.tokens),
-            .kv_head = index % kv_heads,
-            .rows = step.workspace.rows,
-            .fit_mark = g.head->fit_mark,
-            .typical = g.head->typical,
-            .row_begin = step.workspace.rows * part / step.parts,
-            .row_end = step.workspace.rows * (part + 1) / step.parts,
-            .tiles = share(g.head->visible, step.params, item % splits, splits)};
-    if (g.head->seen == 0) task.rows = 0;
-  }
-  __syncthreads();
-  if (task.rows == 0) return Outcome::kFinished;
-  if (task.tiles.begin < task.tiles.end && task.active != 0) {
-    typename Summing<D, Quads>::Summer(step, task, shared).run();
-  }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicAdd(&task.g.head->arrivals, 1u);
-  __syncthreads();
-  if (arrived + 1 != static_cast<unsigned>(splits * step.parts)) return Outcome::kOthersWork;
-  __threadfence();
-  return finish_group<D>(step, task.index, again) ? Outcome::kRunsAgain : Outcome::kFinished;
+/// What is known of an item before the group's references are. False: the token sees no key, or keys past the table.
+__device__ bool start_task(const Step& step, const Item& item, RangeTask& task) {
+  const plan::DecodeParams& p = step.params;
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = item.index / kv_heads;
+  task.g = step.workspace.group(item.index);
+  task.index = item.index;
+  task.batch = token / static_cast<int>(p.tokens);
+  task.token = token % static_cast<int>(p.tokens);
+  task.kv_head = item.index % kv_heads;
+  task.rows = step.workspace.rows;
+  task.row_begin = step.workspace.rows * item.part / step.parts;
+  task.row_end = step.workspace.rows * (item.part + 1) / step.parts;
+  task.outliers = 1;  // for all that is known
+  if (!find_visible(p, task.batch, task.token, task.visible)) return false;
+  if (task.visible.last_physical() / p.cache.layout.page_size >= step.max_pages || p.cache.num_pages == 0) return false;
+  task.tiles = share(task.visible, p, item.split, item.again ? step.rerun_splits : step.splits);
+  return true;
+}
+
+/// The rest of it.
+__device__ void complete_task(RangeTask& task, const GroupHead& head) {
+  task.active = head.active;
+  task.fit_mark = head.fit_mark;
+  task.typical = head.typical;
+  task.outliers = head.outliers;
 }
 
 /// Puts a group into the queue of those that run again.
 __device__ void enqueue(const Step& step, int index) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const unsigned at = atomicAdd(&step.workspace.queue()->tail, 1u);
+  const unsigned at = atomicAdd(&step.workspace.queue()->entries, 1u);
   atomicExch(&step.workspace.queue_entries()[at], index);
 }
 
-/// The next item of the groups that run again, or -1 once every one is finished. Waiting CTAs wait for running ones
-/// only: an item belongs to whoever took it, so no CTA has to be resident for others to get on.
-__device__ int take_item(const Step& step, int items) {
-  RerunQueue& queue = *step.workspace.queue();
-  volatile unsigned* const open = &queue.open;
-  if (*open == 0) return -1;
-  const unsigned ticket = atomicAdd(&queue.head, 1u);
-  const int64_t entry = ticket / items;
-  volatile int* const entries = step.workspace.queue_entries();
-  while (entry < step.workspace.groups * Workspace::kQueueEntries && *open != 0) {
-    const int group = entries[entry];
-    if (group >= 0) return group * items + static_cast<int>(ticket) % items;
-    __nanosleep(200);
+/// Sums an item; the CTA that adds a group's last sums finishes it.
+template <int D, class Summer, class Shared>
+__device__ void run_item(const Step& step, const Item& item, RangeTask& task, Shared& shared) {
+  __shared__ unsigned arrived;
+  __shared__ uint64_t rows_again;
+  __shared__ bool seen;
+  if (threadIdx.x == 0) {
+    seen = start_task(step, item, task);
+    if (!Summer::kPrepares) seen = seen && task.g.head->seen != 0;
   }
-  return -1;
+  __syncthreads();
+  const bool works = seen && task.tiles.begin < task.tiles.end, first = item.part == 0 && item.split == 0;
+  bool exists = seen;
+  Summer summer(step, task, shared);
+  if constexpr (Summer::kPrepares) {
+    if (works) summer.start();
+    if (seen && !item.again && (works || first)) {
+      auto& prepared = Summer::prepare_space(shared);
+      exists = prepare_group<D>(step, task, first, prepared);
+      if (threadIdx.x == 0) complete_task(task, prepared.head);
+    } else if (threadIdx.x == 0 && seen) {
+      complete_task(task, *task.g.head);
+    }
+  } else if (threadIdx.x == 0 && seen) {
+    complete_task(task, *task.g.head);
+  }
+  __syncthreads();
+  if (!exists) {
+    if constexpr (Summer::kPrepares) {
+      if (works) summer.abandon();
+      if (first) write_unseen<D>(step, item.index);
+    }
+    if (first && threadIdx.x == 0) atomicAdd(&step.workspace.queue()->finished, 1u);
+    return;
+  }
+  if (works && task.active != 0) {
+    summer.run(item.again);
+  } else if constexpr (Summer::kPrepares) {
+    if (works) summer.abandon();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    arrived = atomicAdd(&task.g.head->arrivals, 1u);
+    __threadfence();
+  }
+  __syncthreads();
+  if (static_cast<int>(arrived) + 1 != step.parts * (item.again ? step.rerun_splits : step.splits)) return;
+  const bool again = finish_group<D>(step, item.index, rows_again);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (again) {
+    enqueue(step, item.index);
+  } else {
+    atomicAdd(&step.workspace.queue()->finished, 1u);
+  }
 }
 
-/// again = false: one item a CTA, of every group. Then again = true, any grid: the items of the groups that run again.
-template <int D, int Quads>
-__global__ __launch_bounds__(Summing<D, Quads>::kThreads,
-                             Summing<D, Quads>::kCtas) void sum_kernel(const __grid_constant__ Step step,
-                                                                       const bool again) {
+/// The next item, if there is one before every group is finished. Waiting CTAs wait for running
+/// ones only, since an item belongs to whoever took it: no CTA has to be resident for others to get on.
+__device__ bool take_item(const Step& step, Item& item) {
+  WorkQueue& queue = *step.workspace.queue();
+  const int64_t items = step.workspace.groups * step.parts * step.splits;
+  const auto nth = [&](int64_t n, int64_t group, int splits, bool again) {
+    item = {static_cast<int>(group), static_cast<int>(n / splits % step.parts), static_cast<int>(n % splits), again};
+  };
+  if (const int64_t n = atomicAdd(&queue.items, 1u); n < items) {
+    nth(n, n / (step.parts * step.splits), step.splits, false);
+    return true;
+  }
+  if (step.params.numerator != nullptr) return false;  // partial sums never run again
+  const unsigned ticket = atomicAdd(&queue.reruns, 1u);
+  const int per_group = step.parts * step.rerun_splits;
+  const int64_t entry = ticket / per_group;
+  volatile unsigned* const finished = &queue.finished;
+  volatile int* const entries = step.workspace.queue_entries();
+  while (*finished < step.workspace.groups) {
+    const int group = entry < step.workspace.groups * Workspace::kQueueEntries ? entries[entry] : -1;
+    if (group >= 0) {
+      nth(ticket % per_group, group, step.rerun_splits, true);
+      return true;
+    }
+    __nanosleep(100);
+  }
+  return false;
+}
+
+/// Whole groups, by as many CTAs as there may be.
+template <int D, class Summing>
+__global__ __launch_bounds__(Summing::Summer::kThreads,
+                             Summing::Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
+  using Summer = typename Summing::Summer;
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<typename Summing<D, Quads>::Shared*>(shared_bytes);
-  __shared__ int taken;
-#pragma unroll 1
-  do {
+  auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
+  __shared__ RangeTask task;
+  __shared__ Item item;
+  __shared__ bool more;
+  while (true) {
     if (threadIdx.x == 0) {
-      taken = again ? take_item(step, step.rerun_splits * step.parts) : static_cast<int>(blockIdx.x);
+      more = take_item(step, item);
       __threadfence();
     }
     __syncthreads();
-    if (taken < 0) return;
-    __shared__ RangeTask task;
-    const Outcome outcome = run_item<D, Quads>(step, taken, again ? step.rerun_splits : step.splits, task, shared);
-    unsigned* const open = &step.workspace.queue()->open;
-    if (outcome == Outcome::kRunsAgain) {
-      if (!again && threadIdx.x == 0) atomicAdd(open, 1u);
-      enqueue(step, task.index);
-    }
-    __threadfence();
+    if (!more) return;
+    run_item<D, Summer>(step, item, task, shared);
     __syncthreads();
-    if (again && outcome == Outcome::kFinished && threadIdx.x == 0) atomicSub(open, 1u);
-  } while (again);
+  }
+}
+
+/// Sets what CTAs add to to zero: a CTA's share of a group's sums, of one group or of every gridDim.x-th.
+__device__ void clear_group(const Step& step, int64_t index) {
+  const GroupState g = step.workspace.group(index);
+  const int rows = step.workspace.rows;
+  for (int i = threadIdx.x; i < rows * step.workspace.head_dim; i += blockDim.x) g.num[i] = 0;
+  for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
+  for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
+  for (int i = threadIdx.x; i < Workspace::kQueueEntries; i += blockDim.x) {
+    step.workspace.queue_entries()[index * Workspace::kQueueEntries + i] = -1;
+  }
+  if (threadIdx.x != 0) return;
+  g.head->run = 0;
+  g.head->arrivals = 0;
+  g.head->recomputed = 0;
+  g.head->bytes = 0;
+  if (index == 0) *step.workspace.queue() = {};
+}
+
+/// Before a step_kernel whose CTAs prepare their groups themselves.
+__global__ void clear_kernel(const __grid_constant__ Step step) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  for (int64_t index = blockIdx.x; index < step.workspace.groups; index += gridDim.x) clear_group(step, index);
+}
+
+constexpr int kPrepareThreads = 2 * kScoredKeys;
+
+/// Before any other step_kernel: one CTA a group.
+template <int D>
+__global__ __launch_bounds__(kPrepareThreads) void prepare_kernel(const __grid_constant__ Step step) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  __shared__ RangeTask task;
+  __shared__ bool seen;
+  const int index = static_cast<int>(blockIdx.x);
+  if (threadIdx.x == 0) seen = start_task(step, {index, 0, 0, false}, task);
+  clear_group(step, index);
+  __syncthreads();
+  const bool exists =
+      seen && prepare_group<D>(step, task, true, *reinterpret_cast<PrepareShared<D, kMaxRows>*>(shared_bytes));
+  if (!exists) write_unseen<D>(step, index);
+  if (threadIdx.x == 0) step.workspace.group(index).head->seen = exists;
 }
 
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
-template <int D, int Quads>
+template <int D, int Quads, bool Tail>
 void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
-  using How = Summing<D, Quads>;
+  using How = Summing<D, Quads, Tail>;
+  using Summer = typename How::Summer;
   constexpr size_t kShared = sizeof(typename How::Shared);
-  const int64_t wanted = How::kRanges * int64_t{multiprocessors} / (step.workspace.groups * step.parts);
-  step.splits = step.params.splits > 0 ? step.params.splits : static_cast<int>(std::clamp<int64_t>(wanted, 1, 64));
-  const int64_t items = step.workspace.groups * step.splits * step.parts;
-  const bool few = step.workspace.groups <= multiprocessors;
-  const int prepare_threads = few ? kMostPrepareThreads : kPrepareThreads;
-  launch_kernel(prepare_kernel<D>, {step.workspace.groups, prepare_threads, sizeof(PrepareShared<D>), true}, stream,
-                "decode, prepare", step);
-  launch_kernel(sum_kernel<D, Quads>, {items, How::kThreads, kShared, true}, stream, "decode, sums", step, false);
-  if (step.params.numerator != nullptr) return;
-  launch_kernel(sum_kernel<D, Quads>, {int64_t{multiprocessors} * How::kCtas, How::kThreads, kShared, true}, stream,
-                "decode, second runs", step, true);
+  // Beside it the kernel's own variables and what CUDA keeps for itself.
+  static_assert(Summer::kCtas * (kShared + 512 + 1024) <= 228 * 1024, "shared memory of a Hopper multiprocessor");
+  const int64_t groups = step.workspace.groups, ctas = int64_t{multiprocessors} * Summer::kCtas;
+  step.splits = step.params.splits > 0 ? step.params.splits
+                                       : static_cast<int>(std::clamp<int64_t>(ctas / (groups * step.parts), 1, 64));
+  if constexpr (Summer::kPrepares) {
+    launch_kernel(clear_kernel, {std::min<int64_t>(groups, multiprocessors), 256, 0, true}, stream, "decode, clear",
+                  step);
+  } else {
+    launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D, kMaxRows>), true}, stream,
+                  "decode, prepare", step);
+  }
+  launch_kernel(step_kernel<D, How>, {ctas, Summer::kThreads, kShared, true}, stream, "decode", step);
 }
 
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
+  const int rows = step.workspace.rows;
   if constexpr (D <= 128) {
-    if (step.workspace.rows <= 4) return launch_step<D, 1>(step, multiprocessors, stream);
-    if (step.workspace.rows <= 8) return launch_step<D, 2>(step, multiprocessors, stream);
+    if (step.params.cache.layout.tail) {
+      if (rows <= 4) return launch_step<D, 1, true>(step, multiprocessors, stream);
+      if (rows <= 8) return launch_step<D, 2, true>(step, multiprocessors, stream);
+    } else {
+      if (rows <= 4) return launch_step<D, 1, false>(step, multiprocessors, stream);
+      if (rows <= 8) return launch_step<D, 2, false>(step, multiprocessors, stream);
+      if (rows <= 12) return launch_step<D, 3, false>(step, multiprocessors, stream);
+    }
   }
-  launch_step<D, 0>(step, multiprocessors, stream);
+  launch_step<D, 0, true>(step, multiprocessors, stream);
 }
 
 Workspace workspace_of(const plan::DecodeParams& p, void* base) {

@@ -12,11 +12,12 @@ constexpr int kMaxRows = 64;  ///< query heads a KV head may serve
 
 struct GroupHead {
   Visible visible;
-  int seen;             // 0: the token sees no key
   int fit_mark;         // 0: no correction
   int typical;          // exponent of the settled blocks' bounds (section 6)
   int run;              // 0, and one more each time rows run again
   unsigned arrivals;    // work items of this run that are done
+  int seen;             // 0: the token sees no key
+  int outliers;         // whether a settled block's bound is so far above the typical one that it is read deeper
   uint64_t nan;         // rows whose output is NaN
   uint64_t active;      // rows that this run sums
   uint64_t recomputed;  // rows that ran again
@@ -52,11 +53,12 @@ struct GroupState {
   int8_t *a, *b;              // (G, D)
 };
 
-/// Groups that run again, in the order in which they asked.
-struct RerunQueue {
-  unsigned head;  // items handed out
-  unsigned tail;  // entries reserved
-  unsigned open;  // groups that asked and are not finished
+/// What is handed out to CTAs, and the groups that run again, in the order in which they asked.
+struct WorkQueue {
+  unsigned items;     // of first runs, handed out
+  unsigned reruns;    // items of groups that run again, handed out
+  unsigned entries;   // reserved for such groups
+  unsigned finished;  // groups
 };
 
 struct Workspace {
@@ -70,14 +72,14 @@ struct Workspace {
     return (bytes + 127) / 128 * 128;
   }
   __host__ __device__ static constexpr int64_t bytes_of_queue(int64_t groups) {
-    return (int64_t{sizeof(RerunQueue)} + groups * kQueueEntries * 4 + 255) / 256 * 256;
+    return (int64_t{sizeof(WorkQueue)} + groups * kQueueEntries * 4 + 255) / 256 * 256;
   }
   __host__ __device__ int64_t bytes() const { return bytes_of_queue(groups) + groups * group_bytes; }
 
   static constexpr int kQueueEntries = numerics::kMaxRuns - 1;  ///< times a group may run again
 
-  __device__ RerunQueue* queue() const { return reinterpret_cast<RerunQueue*>(base); }
-  __device__ int* queue_entries() const { return reinterpret_cast<int*>(base + sizeof(RerunQueue)); }
+  __device__ WorkQueue* queue() const { return reinterpret_cast<WorkQueue*>(base); }
+  __device__ int* queue_entries() const { return reinterpret_cast<int*>(base + sizeof(WorkQueue)); }
   __device__ GroupState group(int64_t index) const {
     uint8_t* at = base + bytes_of_queue(groups) + index * group_bytes;
     GroupState g;

@@ -1,55 +1,56 @@
 #pragma once
-#include "cuda/decode/group_state.cuh"
+#include "cuda/decode/range_task.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/async_copy.cuh"
-#include "cuda/ptx/launch_order.cuh"
 #include "numerics/block.h"
 #include "numerics/reference.h"
 #include "plan/cache_access.h"
 
-// The first kernel of a decode step: one CTA a group finds what the token sees, splits its queries into planes and
-// declares its rows' references (docs/numerics.md, sections 3, 5 and 6).
+// What comes before a group's sums: its queries split into planes, and its rows' references (docs/numerics.md, sections
+// 3, 5 and 6). Every CTA that sums keys of the group does it for itself; all write the same to the group's state.
 namespace fold::cuda {
 
-constexpr int kScoredRows = 4;  ///< rows whose logits are in shared memory at once
-// A thread scores one key, for one of those rows after the other or, where few groups leave the device idle, for one
-// row alone.
-constexpr int kPrepareThreads = static_cast<int>(numerics::kScoredKeys);
-constexpr int kMostPrepareThreads = kScoredRows * kPrepareThreads;
+constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
 
-template <int D>
+/// Rows: how many a group may have.
+template <int D, int Rows>
 struct PrepareShared {
-  alignas(16) int8_t a_split[kMaxRows * D], b_split[kMaxRows * D];
-  float logits[kScoredRows][numerics::kScoredKeys];  // samples first, then what is counted once
-  float e_q[kMaxRows], margin[kMaxRows];
-  int sum_a[kMaxRows], sum[kMaxRows];
-  unsigned largest_scale;
+  static constexpr int kScoredRows = 4;  // rows whose logits are here at once
+  alignas(16) int8_t a_split[Rows * D], b_split[Rows * D], a[Rows * D], b[Rows * D];  // as in GroupState
+  float logits[kScoredRows][kScoredKeys];  // samples first, then what is counted once
+  RowState rows[Rows];
+  float depth[Rows];
+  GroupHead head;  // its first part
+  unsigned largest_scale, largest_bound;
   int exponents, settled;
   unsigned long long nan;  // rows
 };
 
 /// Splits query row r into planes.
-template <int D>
-__device__ void split_query(const Step& step, const GroupState& g, int64_t q_offset, int r, int lane,
-                            PrepareShared<D>& shared) {
+template <int D, int Rows>
+__device__ void split_query(const plan::DecodeParams& p, int64_t q_offset, int r, int lane,
+                            PrepareShared<D, Rows>& shared) {
   constexpr int N = D / 32;
   float x[N];
-  for (int i = 0; i < N; ++i) {
-    const float q = load_element(step.params.q, step.params.q_dtype, q_offset + lane * N + i);
-    x[i] = numerics::mul(q, step.params.qk_scale);
-  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = numerics::mul(load_element(p.q, p.q_dtype, q_offset + lane * N + i), p.qk_scale);
   rotate_row<D>(x, lane);
   unsigned amax = 0;  // magnitudes order like their bits, NaN above all
+#pragma unroll
   for (int i = 0; i < N; ++i) amax = max(amax, numerics::bits_of(x[i]) & 0x7FFFFFFFu);
   amax = __reduce_max_sync(kWarp, amax);
   const uint16_t scale = numerics::row_scale(numerics::float_of(amax));
   const float e = numerics::from_bf16(scale);
   int squares = 0, sum_a = 0, sum_b = 0;
+#pragma unroll 1
   for (int i = 0; i < N; ++i) {
+    float channel = x[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) channel = i == j ? x[j] : channel;
     int a = 0, b = 0;
     if (scale != numerics::kBf16Nan) {
-      const float va = numerics::clamp_int8(numerics::rne(numerics::div(x[i], e)));
-      const float rest = numerics::mul(numerics::sub(x[i], numerics::mul(va, e)), 256.0f);
+      const float va = numerics::clamp_int8(numerics::rne(numerics::div(channel, e)));
+      const float rest = numerics::mul(numerics::sub(channel, numerics::mul(va, e)), 256.0f);
       a = static_cast<int>(va);
       b = static_cast<int>(numerics::clamp_int8(numerics::rne(numerics::div(rest, e))));
     }
@@ -57,20 +58,18 @@ __device__ void split_query(const Step& step, const GroupState& g, int64_t q_off
     sum_a += a;
     sum_b += b;
     const int c = lane * N + i, split = r * D + c % 2 * (D / 2) + c / 2;
-    shared.a_split[split] = g.a_split[split] = static_cast<int8_t>(a);
-    shared.b_split[split] = g.b_split[split] = static_cast<int8_t>(b);
-    g.a[r * D + c] = static_cast<int8_t>(a);
-    g.b[r * D + c] = static_cast<int8_t>(b);
+    shared.a_split[split] = shared.a[r * D + c] = static_cast<int8_t>(a);
+    shared.b_split[split] = shared.b[r * D + c] = static_cast<int8_t>(b);
   }
   squares = __reduce_add_sync(kWarp, squares);
   sum_a = __reduce_add_sync(kWarp, sum_a);
   sum_b = __reduce_add_sync(kWarp, sum_b);
   if (lane != 0) return;
-  shared.e_q[r] = e;
-  shared.margin[r] =
-      numerics::mul(numerics::kMarginFactor, numerics::mul(e, numerics::sqrt_rn(static_cast<float>(squares))));
-  shared.sum_a[r] = sum_a;
-  shared.sum[r] = 256 * sum_a + sum_b;
+  RowState& row = shared.rows[r];
+  row.e_q = e;
+  row.margin = numerics::mul(numerics::kMarginFactor, numerics::mul(e, numerics::sqrt_rn(static_cast<float>(squares))));
+  row.sum_a = sum_a;
+  row.sum = 256 * sum_a + sum_b;
 }
 
 /// The page section pointers of the page that holds a physical key.
@@ -82,32 +81,31 @@ __device__ inline int slot_of(const plan::DecodeParams& p, int key) {
   return key % static_cast<int>(p.cache.layout.page_size);
 }
 
-/// Of one thread's share of the pages that hold visible keys: whether the table and the pool have them.
-__device__ inline bool pages_exist(const plan::DecodeParams& p, const Visible& v, int batch, int64_t max_pages) {
-  const int page_size = static_cast<int>(p.cache.layout.page_size), last = v.last_physical() / page_size;
-  if (last >= max_pages) return false;
-  bool exist = true;
-  for (int i = v.first / page_size + threadIdx.x; i <= last; i += blockDim.x) {
-    const int page = p.block_table[batch * p.block_table_stride + i];
-    exist = exist && page >= 0 && page < p.cache.num_pages;
-  }
-  return exist;
-}
-
+/// What the visible keys' scales say.
 struct ScaleSurvey {
+  bool exists = true;              // every page is in the pool
   unsigned largest = 0;            // visible V scale as bf16 bits; NaN, which orders above all, if a key is poisoned
+  unsigned bound = 0;              // of the settled blocks' bounds the largest
   int exponents = 0, settled = 0;  // sum over the settled blocks' bounds, and how many there are
 };
 
 /// Of one thread's share of the tiles.
 __device__ inline ScaleSurvey survey_scales(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head) {
   ScaleSurvey survey;
+#pragma unroll 1
   for (int tile = v.first / kTile + threadIdx.x; tile < v.tiles(); tile += blockDim.x) {
-    const plan::HeadPage page = page_of(p, batch, kv_head, tile * kTile);
+    const int id =
+        p.block_table[batch * p.block_table_stride + tile * kTile / static_cast<int>(p.cache.layout.page_size)];
+    if (id < 0 || id >= p.cache.num_pages) {
+      survey.exists = false;
+      continue;
+    }
+    const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
     const int slot = slot_of(p, tile * kTile);
     if (v.whole(tile)) {
       const uint16_t bound = page.bound[slot / kTile];
       survey.largest = max(survey.largest, unsigned{bound});
+      survey.bound = v.settled(tile) ? max(survey.bound, unsigned{bound}) : survey.bound;
       survey.exponents += v.settled(tile) ? numerics::pow2_ceil_exponent(bound) : 0;
       survey.settled += v.settled(tile);
       continue;
@@ -119,6 +117,47 @@ __device__ inline ScaleSurvey survey_scales(const plan::DecodeParams& p, const V
     }
   }
   return survey;
+}
+
+/// Logits of one key, h and l (null: level 0) its planes, for the rows r0, r0 + step, ... below `end`, Most at most.
+template <int D, int Rows, int Most>
+__device__ void score_key(const uint8_t* h, const uint8_t* l, float e_k, int r0, int step, int end, int row_begin,
+                          int i, PrepareShared<D, Rows>& shared) {
+  int high[Most] = {}, low[Most] = {};
+#pragma unroll
+  for (int piece = 0; piece < D / 32; ++piece) {
+    const uint4 top = reinterpret_cast<const uint4*>(h)[piece];
+    const uint4 rest = l == nullptr ? uint4{} : reinterpret_cast<const uint4*>(l)[piece];
+    uint4 even, odd;
+    if (l == nullptr) {
+      even = bytewise(top, top, [](uint32_t x, uint32_t) { return x >> 4 & 0x0F0F0F0Fu; });
+      odd = bytewise(top, top, [](uint32_t x, uint32_t) { return x & 0x0F0F0F0Fu; });
+    } else {
+      even = bytewise(
+          top, rest, [](uint32_t x, uint32_t y) { return ((x & 0xF0F0F0F0u) | (y >> 4 & 0x0F0F0F0Fu)) ^ 0x80808080u; });
+      odd = bytewise(top, rest,
+                     [](uint32_t x, uint32_t y) { return ((x << 4 & 0xF0F0F0F0u) | (y & 0x0F0F0F0Fu)) ^ 0x80808080u; });
+    }
+#pragma unroll
+    for (int j = 0; j < Most; ++j) {
+      const int r = r0 + j * step;
+      if (r >= end) break;
+      const auto plane = [&](const int8_t* of, int half) {
+        return *reinterpret_cast<const uint4*>(of + r * D + half * (D / 2) + 16 * piece);
+      };
+      high[j] = dot_bytes(odd, plane(shared.a_split, 1), dot_bytes(even, plane(shared.a_split, 0), high[j]));
+      if (l != nullptr)
+        low[j] = dot_bytes(odd, plane(shared.b_split, 1), dot_bytes(even, plane(shared.b_split, 0), low[j]));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < Most; ++j) {
+    const int r = r0 + j * step;
+    if (r >= end) break;
+    const RowState& row = shared.rows[r];
+    const int dot = l == nullptr ? 32 * high[j] - 241 * row.sum_a : 256 * high[j] + low[j];
+    shared.logits[r - row_begin][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, l != nullptr)), e_k);
+  }
 }
 
 __device__ inline int64_t warp_sum(int64_t value) {
@@ -168,9 +207,11 @@ __device__ inline numerics::Reference declare(const float* logits, int sampled, 
 
 /// What a group without visible keys returns.
 template <int D>
-__device__ void write_unseen(const Step& step, int64_t token, int kv_head) {
+__device__ void write_unseen(const Step& step, int index) {
   const plan::DecodeParams& p = step.params;
-  const int rows = step.workspace.rows, batch = token / p.tokens, t = token % p.tokens;
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), kv_head = index % kv_heads;
+  const int64_t token = index / kv_heads, batch = token / p.tokens, t = token % p.tokens;
+  const int rows = step.workspace.rows;
   for (int i = threadIdx.x; i < rows * D; i += blockDim.x) {
     const int head = kv_head * rows + i / D;
     if (p.numerator != nullptr) {
@@ -199,129 +240,128 @@ __device__ void write_unseen(const Step& step, int64_t token, int kv_head) {
   }
 }
 
-/// Sets every sum of a group to zero.
-template <int D>
-__device__ void clear_group(const GroupState& g, int rows) {
-  for (int i = threadIdx.x; i < rows * D; i += blockDim.x) g.num[i] = 0;
-  for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
-  for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
-}
-
-template <int D>
-__global__ __launch_bounds__(kMostPrepareThreads) void prepare_kernel(const __grid_constant__ Step step) {
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<PrepareShared<D>*>(shared_bytes);
+/// Declares a group's references and what else its sums need to know, into `shared` and, for `keeps`, into the group's
+/// state. v: what the token sees. All threads of a CTA, at least kScoredKeys. False: some page is not in the pool.
+template <int D, int Rows>
+__device__ bool prepare_group(const Step& step, const RangeTask& task, bool keeps, PrepareShared<D, Rows>& shared) {
+  using Shared = PrepareShared<D, Rows>;
   const plan::DecodeParams& p = step.params;
-  const int rows = step.workspace.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads);
-  const int64_t index = blockIdx.x, token = index / kv_heads;
-  const int kv_head = index % kv_heads, batch = token / p.tokens, t = token % p.tokens;
-  const GroupState g = step.workspace.group(index);
-
-  for (int i = threadIdx.x; i < Workspace::kQueueEntries; i += blockDim.x) {
-    step.workspace.queue_entries()[index * Workspace::kQueueEntries + i] = -1;
-  }
-  if (index == 0 && threadIdx.x == 0) *step.workspace.queue() = {0, 0, 0};
-  Visible v;
-  const bool seen = find_visible(p, batch, t, v);
-  if (!__syncthreads_and(seen && pages_exist(p, v, batch, step.max_pages))) {
-    if (threadIdx.x == 0) g.head->seen = 0;
-    return write_unseen<D>(step, token, kv_head);
-  }
+  const Visible& v = task.visible;
+  const int rows = task.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int batch = task.batch, kv_head = task.kv_head, t = task.token;
+  const int thread = static_cast<int>(threadIdx.x);
   // The keys scored: the samples first, then what is counted once.
   const int n = v.count();
   const int64_t rest = n > numerics::kScoredKeys ? n - 1 - numerics::kNewest : 0;
   const int sampled = rest > 0 ? numerics::kSamples : 0;
-  const int scored = rest > 0 ? static_cast<int>(numerics::kScoredKeys) : n;
-  const auto scored_key = [&](int i) {
-    if (rest == 0) return v.first + i;
-    if (i < sampled) return v.first + static_cast<int>(numerics::sample_key(i, rest));
-    return i == sampled ? v.first : v.position - numerics::kNewest + (i - sampled);
-  };
-  const int level = p.cache.layout.k_bits == 4 ? 0 : 1;
-  const int first_row = static_cast<int>(threadIdx.x) / kPrepareThreads,
-            i = static_cast<int>(threadIdx.x) % kPrepareThreads;
+  const int scored = rest > 0 ? kScoredKeys : n;
+  const int together = static_cast<int>(blockDim.x) / kScoredKeys;  // rows that threads of their own score
+  const int first_row = thread / kScoredKeys, i = thread % kScoredKeys;
   const uint8_t *h = nullptr, *l = nullptr;
-  const uint16_t* key_scale = nullptr;
-  if (i < scored) {
-    const int key = v.physical(scored_key(i)), slot = slot_of(p, key);
-    const plan::HeadPage page = page_of(p, batch, kv_head, key);
-    h = page.k_h + int64_t{slot} * (D / 2);
-    l = level == 0 ? h : page.k_l + int64_t{slot} * (D / 2);
-    key_scale = &page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)];
-    ptx::prefetch(first_row % 2 == 0 ? h : l);  // needed only once the queries are split
+  float e_k = 0;
+  if (i < scored && first_row < together) {
+    const int logical = rest == 0      ? v.first + i
+                        : i < sampled  ? v.first + static_cast<int>(numerics::sample_key(i, rest))
+                        : i == sampled ? v.first
+                                       : v.position - numerics::kNewest + (i - sampled);
+    const int key = v.physical(logical), slot = slot_of(p, key), page_size = static_cast<int>(p.cache.layout.page_size);
+    const int id = p.block_table[batch * p.block_table_stride + key / page_size];
+    if (id >= 0 && id < p.cache.num_pages) {
+      const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
+      h = page.k_h + int64_t{slot} * (D / 2);
+      if (p.cache.layout.k_bits > 4) l = page.k_l + int64_t{slot} * (D / 2);
+      ptx::prefetch(h);  // needed only once the queries are split
+      if (l != nullptr) ptx::prefetch(l);
+      e_k = numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)]);
+    }
   }
-
-  clear_group<D>(g, rows);
-  if (threadIdx.x == 0) shared.largest_scale = shared.exponents = shared.settled = shared.nan = 0;
-  __syncthreads();
-  for (int r = warp; r < rows; r += warps) {
-    const int64_t offset = batch * p.q_stride_b + t * p.q_stride_t + (kv_head * rows + r) * p.q_stride_h;
-    split_query<D>(step, g, offset, r, lane, shared);
+  if (thread == 0) {
+    shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
+  }
+  for (int r = thread; r < rows; r += blockDim.x) {
+    const int head = kv_head * rows + r;
+    shared.depth[r] = p.depth == nullptr
+                          ? INFINITY
+                          : p.depth[batch * p.depth_stride_b + t * p.depth_stride_t + head * p.depth_stride_h];
+  }
+#pragma unroll 1
+  for (int r = warps - 1 - warp; r < rows; r += warps) {
+    split_query(p, batch * p.q_stride_b + t * p.q_stride_t + (kv_head * rows + r) * p.q_stride_h, r, lane, shared);
   }
   ScaleSurvey survey = survey_scales(p, v, batch, kv_head);
-  survey = {__reduce_max_sync(kWarp, survey.largest), __reduce_add_sync(kWarp, survey.exponents),
-            __reduce_add_sync(kWarp, survey.settled)};
+  if (!__syncthreads_and(survey.exists)) return false;
+  survey.largest = __reduce_max_sync(kWarp, survey.largest);
+  survey.bound = __reduce_max_sync(kWarp, survey.bound);
+  survey.exponents = __reduce_add_sync(kWarp, survey.exponents);
+  survey.settled = __reduce_add_sync(kWarp, survey.settled);
   if (lane == 0) {
     atomicMax(&shared.largest_scale, survey.largest);
+    atomicMax(&shared.largest_bound, survey.bound);
     atomicAdd(&shared.exponents, survey.exponents);
     atomicAdd(&shared.settled, survey.settled);
   }
-  __syncthreads();
-  const bool bad_key = shared.largest_scale >= 0x7F80;
-  const int e_exponent = bad_key ? 0 : numerics::pow2_ceil_exponent(static_cast<uint16_t>(shared.largest_scale));
-
-  for (int row0 = 0; row0 < rows; row0 += kScoredRows) {
-    const int some = min(kScoredRows, rows - row0);
-    for (int j = first_row; j < some && i < scored; j += blockDim.x / kPrepareThreads) {
-      const int r = row0 + j;
-      const int8_t *const a = shared.a_split + r * D, *const b = shared.b_split + r * D;
-      const int dot = level == 0 ? dot_h<D>(h, a, shared.sum_a[r]) : dot_hl<D>(h, l, a, b);
-      const float unit = unit_of_level(shared.e_q[r], level);
-      shared.logits[j][i] = numerics::mul(logit(dot, unit), numerics::from_bf16(*key_scale));
+#pragma unroll 1
+  for (int row0 = 0; row0 < rows; row0 += Shared::kScoredRows) {
+    const int end = min(rows, row0 + Shared::kScoredRows);
+    if (h != nullptr) {
+      score_key<D, Rows, Shared::kScoredRows / 2>(h, l, e_k, row0 + first_row, together, end, row0, i, shared);
+      if (together == 1) {
+        score_key<D, Rows, Shared::kScoredRows / 2>(h, l, e_k, row0 + Shared::kScoredRows / 2, together, end, row0, i,
+                                                    shared);
+      }
     }
     __syncthreads();
-    if (warp < some) {
-      const int r = row0 + warp, head = kv_head * rows + r;
+    if (const int r = row0 + warp; r < end) {
       const numerics::Reference declared = declare(shared.logits[warp], sampled, scored, rest, lane);
       if (lane == 0) {
-        const float depth = p.depth == nullptr
-                                ? INFINITY
-                                : p.depth[batch * p.depth_stride_b + t * p.depth_stride_t + head * p.depth_stride_h];
-        const numerics::Gates asked = p.gates != nullptr ? step.gates : numerics::gates_for_depth(depth);
-        RowState& row = g.rows[r];
-        row.z = numerics::add(declared.z, p.reference_shift);
+        const bool bad_key = shared.largest_scale >= 0x7F80;
+        const numerics::Gates asked = p.gates != nullptr ? step.gates : numerics::gates_for_depth(shared.depth[r]);
+        RowState& row = shared.rows[r];
+        const float z = numerics::add(declared.z, p.reference_shift);
+        const bool bad = bad_key || !numerics::is_finite(row.e_q) || !numerics::is_finite(z);
+        row.z = bad ? numerics::quiet_nan() : z;
         row.spread = declared.spread;
-        row.e_q = shared.e_q[r];
-        row.margin = shared.margin[r];
         row.gates = numerics::widened(asked, declared.spread);
-        row.e_exponent = e_exponent;
+        row.e_exponent = bad_key ? 0 : numerics::pow2_ceil_exponent(static_cast<uint16_t>(shared.largest_scale));
         row.shrunk = 0;
         row.fit_shift = static_cast<int>(fminf(fmaxf(ceilf(numerics::sub(18.0f, asked.v_h)), 0.0f), 24.0f));
-        row.sum_a = shared.sum_a[r];
-        row.sum = shared.sum[r];
-        if (bad_key || !numerics::is_finite(row.e_q)) row.z = numerics::quiet_nan();
-        if (!numerics::is_finite(row.z)) atomicOr(&shared.nan, 1ull << r);
+        if (bad) atomicOr(&shared.nan, 1ull << r);
       }
     }
     __syncthreads();
   }
-  if (threadIdx.x != 0) return;
-  const uint64_t nan = shared.nan;
-  const bool corrected = p.cache.layout.tail && p.window_left < 0;
-  GroupHead& head = *g.head;
-  head.visible = v;
-  head.seen = 1;
-  head.fit_mark = corrected ? static_cast<int>(plan::last_mark(v.position - (kTile - 1))) : 0;
-  head.typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
-  head.run = 0;
-  head.arrivals = 0;
-  head.nan = nan;
-  head.active = ~nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
-  head.recomputed = 0;
-  head.bytes = 0;
+  const GroupState& g = task.g;
+  if (thread == 0) {
+    const bool corrected = p.cache.layout.tail && p.window_left < 0;
+    GroupHead& head = shared.head;
+    head.fit_mark = corrected ? static_cast<int>(plan::last_mark(v.position - (kTile - 1))) : 0;
+    head.typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
+    head.outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), head.typical) > 0.0f;
+    head.nan = shared.nan;
+    head.active = ~head.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
+    if (keeps) {  // what others count in it is left alone
+      g.head->visible = v;
+      g.head->fit_mark = head.fit_mark;
+      g.head->typical = head.typical;
+      g.head->outliers = head.outliers;
+      g.head->nan = head.nan;
+      g.head->active = head.active;
+    }
+  }
+  if (keeps) {
+    for (int j = thread; j < rows * (D / 16); j += blockDim.x) {
+      const auto copy = [j](int8_t* to, const int8_t* from) {
+        reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(from)[j];
+      };
+      copy(g.a_split, shared.a_split);
+      copy(g.b_split, shared.b_split);
+      copy(g.a, shared.a);
+      copy(g.b, shared.b);
+    }
+    for (int r = thread; r < rows; r += blockDim.x) g.rows[r] = shared.rows[r];
+  }
+  __syncthreads();
+  return true;
 }
 
 }  // namespace fold::cuda

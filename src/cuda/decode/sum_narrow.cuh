@@ -1,10 +1,12 @@
 #pragma once
+#include "cuda/decode/key_lanes.cuh"
 #include "cuda/decode/prepare.cuh"
 #include "cuda/decode/range_task.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/warp_mma.cuh"
 
-// The sums of a range of tiles for groups of up to 8 rows, D = 64 or 128 (docs/numerics.md, sections 6 and 7).
+// The sums of a range of tiles for groups of up to 8 rows, D = 64 or 128, with the tail model (docs/numerics.md,
+// sections 6 and 7).
 //
 // A CTA of four warps takes a chunk of four tiles at a time. Each warp scores a tile alone: level 0 of every key from a
 // bulk copy of K's h plane, the deeper levels of those that ask from gathered rows, then every weight; it sends for the
@@ -72,45 +74,6 @@ struct NarrowShared {
   int loud;  // whether some row may drop a weight of 2^26 or more
 };
 
-/// Byte-wise: the high nibbles of `high`, the low ones of `low`.
-__device__ inline uint32_t join_nibbles(uint32_t high, uint32_t low) {
-  uint32_t joined;
-  asm("lop3.b32 %0, %1, %2, 0xF0F0F0F0, 0xE4;" : "=r"(joined) : "r"(high), "r"(low));
-  return joined;
-}
-
-/// 2^x in fixed point before it is rounded: fix(x, r) = round_u32(mul(scaled_exp2(x), r)), as scaling by a power of two
-/// commutes with rounding.
-__device__ inline float scaled_exp2(float x) {
-  constexpr float kRound = 0x1.8p+23f;  // adding it leaves rne(x) in the low mantissa bits
-  x = fminf(fmaxf(x, numerics::kExp2Min), numerics::kExp2Max);
-  const float shifted = numerics::add(x, kRound);
-  const float p = numerics::exp2_mantissa(numerics::sub(x, numerics::sub(shifted, kRound)));
-  return __int_as_float(__float_as_int(p) + ((__float_as_int(shifted) + numerics::kFraction) << 23));
-}
-
-/// Bit i of the result: bit g + 8 i of the mask.
-__device__ inline unsigned every_eighth(uint64_t mask, int g) {
-  if (mask == 0) return 0;
-  if (mask == ~uint64_t{0}) return 0xFF;
-  return static_cast<unsigned>((mask >> g & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
-}
-
-/// The sum over the lanes 4 g + c of one c.
-__device__ inline uint64_t sum_over_keys(uint64_t value) {
-  for (int s = 4; s < 32; s *= 2) value += __shfl_xor_sync(kWarp, value, s);
-  return value;
-}
-__device__ inline unsigned sum_over_keys(unsigned value) {
-  for (int s = 4; s < 32; s *= 2) value += __shfl_xor_sync(kWarp, value, s);
-  return value;
-}
-/// The union over the four lanes of a key.
-__device__ inline unsigned any_row(unsigned bits) {
-  bits |= __shfl_xor_sync(kWarp, bits, 1);
-  return bits | __shfl_xor_sync(kWarp, bits, 2);
-}
-
 template <int D, int Quads>
 class NarrowSummer {
  public:
@@ -127,7 +90,10 @@ class NarrowSummer {
         g_(lane_ / 4),
         c_(lane_ % 4) {}
 
-  __device__ void run() {
+  static constexpr bool kPrepares = false;  ///< a kernel of its own prepared the group
+  static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3;
+
+  __device__ void run(bool /*again*/) {
     const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
     start(tile_begin, tile_end);
     for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {
@@ -216,7 +182,7 @@ class NarrowSummer {
              .v_l = state.gates.v_l,
              .v_b = state.gates.v_b,
              .per_e = numerics::pow2(-state.e_exponent),
-             .first_sum = kMagic - 120 * state.sum_a,
+             .first_sum = kRoundMagic - 120 * state.sum_a,
              .sum_128 = 128 * state.sum,
              .fit_shift = state.fit_shift,
              .e_exponent = state.e_exponent};
@@ -365,7 +331,7 @@ class NarrowSummer {
           const int i = 2 * sub + half;
           const float e_k = __uint_as_float(half == 0 ? scales[sub] << 16 : scales[sub] & 0xFFFF0000u);
           // 16 sum (u - 7.5) qa, exact in a mantissa; then D0.
-          const float centred = numerics::sub(__int_as_float(dot[2 * half] + 16 * dot[2 * half + 1]), kMagicFloat);
+          const float centred = numerics::sub(__int_as_float(dot[2 * half] + 16 * dot[2 * half + 1]), kRoundMagicFloat);
           const float d0 = numerics::fma(centred, 2.0f, -row.sum_a);
           x[i][t] = numerics::fma(numerics::mul(d0, row.unit_0), e_k, row.neg_z);
           const float above = numerics::add(numerics::fma(row.margin, e_k, x[i][t]), row.k_l);
@@ -396,18 +362,6 @@ class NarrowSummer {
       const float all[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i][t] = all[i];
-    }
-  }
-
-  template <int N>
-  __device__ static void load_words(uint32_t (&words)[N], const uint8_t* from) {
-    if constexpr (N == 4) {
-      const uint4 v = *reinterpret_cast<const uint4*>(from);
-      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    } else {
-      static_assert(N == 2);
-      const uint2 v = *reinterpret_cast<const uint2*>(from);
-      words[0] = v.x, words[1] = v.y;
     }
   }
 
@@ -480,8 +434,9 @@ class NarrowSummer {
       int dot[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        ptx::mma_u8s8(dot, join_nibbles(h[0][w], l[0][w] >> 4), join_nibbles(h[1][w], l[1][w] >> 4),
-                      join_nibbles(h[0][w] << 4, l[0][w]), join_nibbles(h[1][w] << 4, l[1][w]), even[w], odd[w]);
+        ptx::mma_u8s8(dot, ptx::join_nibbles(h[0][w], l[0][w] >> 4), ptx::join_nibbles(h[1][w], l[1][w] >> 4),
+                      ptx::join_nibbles(h[0][w] << 4, l[0][w]), ptx::join_nibbles(h[1][w] << 4, l[1][w]), even[w],
+                      odd[w]);
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -643,7 +598,8 @@ class NarrowSummer {
     Sum sum = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const unsigned rounded = numerics::round_u32(scaled_exp2(x[i]));
+      const unsigned rounded =
+          numerics::round_u32(scaled_exp2<numerics::kFraction>(fminf(x[i], numerics::kExp2Max), numerics::kExp2Min));
       const unsigned d = (dropped >> i & 1) != 0 ? rounded : 0;
       sum += d;
       const unsigned shifted = ((sizeof(Sum) == 8 ? min(d, 0xFF000000u) : d) + half) >> row.fit_shift;
@@ -691,7 +647,7 @@ class NarrowSummer {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int slot = base + g_ + 8 * j;
-          const float scaled = scaled_exp2(x[j][t]);
+          const float scaled = scaled_exp2<numerics::kFraction>(fminf(x[j][t], numerics::kExp2Max), numerics::kExp2Min);
           const unsigned weight = numerics::round_u32(numerics::mul(scaled, numerics::mul(e_v[j], per_e)));
           const unsigned w = read[j] ? weight : slot == live ? mean_weight[t] : 0;
           w_.weight[4 * t + c_][slot] = w;
@@ -766,8 +722,8 @@ class NarrowSummer {
       const int at = value_place(slot, first_piece + lane_ / 8) + 2 * (lane_ % 8);
       *reinterpret_cast<uint16_t*>(s_.rows[warp_] + at) = static_cast<uint16_t>(nibbles);
     };
-    store(0, join_nibbles(even, odd >> 4));
-    store(kPieces, join_nibbles(even << 4, odd));
+    store(0, ptx::join_nibbles(even, odd >> 4));
+    store(kPieces, ptx::join_nibbles(even << 4, odd));
   }
 
   /// The slot whose row the lane names in a transposed load, so that lane 4 g + c receives those of the inner
@@ -828,8 +784,8 @@ class NarrowSummer {
       const int byte = D == 128 ? m : warp_ % 2;
       const uint32_t h0 = byte == 0 ? h[0][0] : h[1][0], h1 = byte == 0 ? h[0][1] : h[1][1];
       const uint32_t l0 = byte == 0 ? l[0][0] : l[1][0], l1 = byte == 0 ? l[0][1] : l[1][1];
-      const uint32_t a0 = join_nibbles(h0, l0 >> 4), a1 = join_nibbles(h0 << 4, l0);
-      const uint32_t a2 = join_nibbles(h1, l1 >> 4), a3 = join_nibbles(h1 << 4, l1);
+      const uint32_t a0 = ptx::join_nibbles(h0, l0 >> 4), a1 = ptx::join_nibbles(h0 << 4, l0);
+      const uint32_t a2 = ptx::join_nibbles(h1, l1 >> 4), a3 = ptx::join_nibbles(h1 << 4, l1);
 #pragma unroll
       for (int t = 0; t < Quads; ++t) {
 #pragma unroll
@@ -1059,9 +1015,6 @@ class NarrowSummer {
     }
     __syncthreads();
   }
-
-  static constexpr int kMagic = 0x4B400000;
-  static constexpr float kMagicFloat = 0x1.8p+23f;  // its bits are kMagic: an integer added to those adds to the float
 
   const plan::DecodeParams& p_;
   const RangeTask& task_;

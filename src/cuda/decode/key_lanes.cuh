@@ -1,0 +1,54 @@
+#pragma once
+#include "cuda/decode/rows.cuh"
+#include "cuda/ptx/arithmetic.cuh"
+#include "numerics/exp2.h"
+
+// What warps share that hold a tile of 64 keys: lane 4 g + c has the keys g + 8 i of query row 4 t + c.
+namespace fold::cuda {
+
+constexpr int kRoundMagic = 0x4B400000;
+constexpr float kRoundMagicFloat = 0x1.8p+23f;  // its bits are kRoundMagic: an integer added to those adds to the float
+
+/// 2^(x + Fraction), for x up to numerics::kExp2Max; as `low` if it is smaller, which rounds to the same weight. With
+/// Fraction = kFraction: fix(x, r) = round_u32(mul(scaled_exp2(x), r)), as scaling by a power of two commutes with
+/// rounding.
+template <int Fraction>
+__device__ inline float scaled_exp2(float x, float low) {
+  x = fmaxf(x, low);
+  const float shifted = numerics::add(x, kRoundMagicFloat);  // leaves rne(x) in the low mantissa bits
+  const float p = numerics::exp2_mantissa(numerics::sub(x, numerics::sub(shifted, kRoundMagicFloat)));
+  return __int_as_float(__float_as_int(p) + ((__float_as_int(shifted) + Fraction) << 23));
+}
+
+/// Bit i of the result: bit g + 8 i of the mask.
+__device__ inline unsigned every_eighth(uint64_t mask, int g) {
+  if (mask == 0) return 0;
+  if (mask == ~uint64_t{0}) return 0xFF;
+  return static_cast<unsigned>((mask >> g & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
+}
+
+/// The sum over the lanes 4 g + c of one c.
+template <typename T>
+__device__ T sum_over_keys(T value) {
+  for (int s = 4; s < 32; s *= 2) value += __shfl_xor_sync(kWarp, value, s);
+  return value;
+}
+/// The union over the four lanes of a key.
+__device__ inline unsigned any_row(unsigned bits) {
+  bits |= __shfl_xor_sync(kWarp, bits, 1);
+  return bits | __shfl_xor_sync(kWarp, bits, 2);
+}
+
+template <int N>
+__device__ void load_words(uint32_t (&words)[N], const void* from) {
+  if constexpr (N == 4) {
+    const uint4 v = *static_cast<const uint4*>(from);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  } else {
+    static_assert(N == 2);
+    const uint2 v = *static_cast<const uint2*>(from);
+    words[0] = v.x, words[1] = v.y;
+  }
+}
+
+}  // namespace fold::cuda
