@@ -62,6 +62,10 @@ install(FILES ${PROJECT_BINARY_DIR}/foldConfig.cmake ${PROJECT_BINARY_DIR}/foldC
 if(FOLD_BUILD_TESTS)
   enable_testing()
   add_subdirectory(${PROJECT_SOURCE_DIR}/tests/cpp)
+  # Its fibers switch stacks in x86-64 assembly, which sanitizers would have to be told of.
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT FOLD_SANITIZE)
+    add_subdirectory(${PROJECT_SOURCE_DIR}/tests/emulator)
+  endif()
 endif()
 if(FOLD_BUILD_EXAMPLES AND EXISTS ${PROJECT_SOURCE_DIR}/examples/cpp/CMakeLists.txt)
   add_subdirectory(${PROJECT_SOURCE_DIR}/examples/cpp)

@@ -4,19 +4,25 @@
 
 namespace {
 
-class DecodeDevice : public fold::testing::DeviceTest {};
+/// With the tail model or without, which different kernels sum.
+class DecodeDevice : public fold::testing::DeviceTest, public testing::WithParamInterface<bool> {
+ protected:
+  static Case plain() {
+    Case c;
+    c.layout.tail = GetParam();
+    return c;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Tail, DecodeDevice, testing::Bool());
 
-TEST_F(DecodeDevice, LengthsAndBits) {
+TEST_P(DecodeDevice, LengthsAndBits) {
   for (const int bits : {16, 8, 4}) {
-    for (const bool tail : {true, false}) {
-      SCOPED_TRACE("bits " + std::to_string(bits) + (tail ? ", tail" : ""));
-      Case c;
-      c.layout.k_bits = c.layout.v_bits = bits;
-      c.layout.tail = tail;
-      c.lengths = {0, 1, 63, 64, 65, 129, 192, 193, 255, 256, 257, 1023, 1024, 1025, 4095, 1409};
-      c.depths = {12, 10.5, kDense, 16};
-      compare(c);
-    }
+    SCOPED_TRACE("bits " + std::to_string(bits));
+    Case c = plain();
+    c.layout.k_bits = c.layout.v_bits = bits;
+    c.lengths = {0, 1, 63, 64, 65, 129, 192, 193, 255, 256, 257, 1023, 1024, 1025, 4095, 1409};
+    c.depths = {12, 10.5, kDense, 16};
+    compare(c);
   }
 }
 
@@ -49,8 +55,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, DecodeShapes,
                          testing::Combine(testing::Values(64, 128, 256),
                                           testing::Values(1, 2, 3, 4, 7, 8, 12, 16, 33)));
 
-TEST_F(DecodeDevice, SplitsChangeNoBit) {
-  Case c;
+TEST_P(DecodeDevice, SplitsChangeNoBit) {
+  Case c = plain();
   c.lengths = {4095, 70};
   Batch batch(c);
   const Results want = batch.on_cpu();
@@ -61,8 +67,8 @@ TEST_F(DecodeDevice, SplitsChangeNoBit) {
   }
 }
 
-TEST_F(DecodeDevice, NeighboursChangeNoBit) {
-  Case c;
+TEST_P(DecodeDevice, NeighboursChangeNoBit) {
+  Case c = plain();
   c.lengths = {1500};
   const Results alone = Batch(c).on_gpu();
   c.lengths.insert(c.lengths.end(), {0, 31, 3001});
@@ -78,25 +84,25 @@ TEST_F(DecodeDevice, NeighboursChangeNoBit) {
   expect_same(all.bytes, alone.bytes, "bytes");
 }
 
-TEST_F(DecodeDevice, WindowsAndSinks) {
+TEST_P(DecodeDevice, WindowsAndSinks) {
   for (const int64_t window : {0, 1, 63, 64, 200, 1000, 5000}) {
     for (const bool sinks : {false, true}) {
       SCOPED_TRACE("window " + std::to_string(window));
-      Case c;
+      Case c = plain();
       c.lengths = {1, 64, 700, 1283, 2050};
       c.window = window;
       c.sinks = sinks;
       compare(c);
     }
   }
-  Case c;
+  Case c = plain();
   c.sinks = true;
   c.lengths = {0, 1, 1500};
   compare(c);
 }
 
-TEST_F(DecodeDevice, DraftsAndTrees) {
-  Case c;
+TEST_P(DecodeDevice, DraftsAndTrees) {
+  Case c = plain();
   c.tokens = 5;
   c.lengths = {5, 6, 68, 1027, 1290, 0};
   compare(c);
@@ -118,11 +124,11 @@ TEST_F(DecodeDevice, DraftsAndTrees) {
   compare(c);
 }
 
-TEST_F(DecodeDevice, WrongReferencesRunAgain) {
+TEST_P(DecodeDevice, WrongReferencesRunAgain) {
   for (const float shift : {5.0f, 7.0f, -3.0f, 60.0f, -60.0f, 200.0f, -200.0f, 1e5f, -1e5f}) {
     for (const int splits : {1, 5}) {
       SCOPED_TRACE("shift " + std::to_string(shift));
-      Case c;
+      Case c = plain();
       c.lengths = {1, 100, 1500, 2999};
       c.shift = shift;
       c.splits = splits;
@@ -132,16 +138,16 @@ TEST_F(DecodeDevice, WrongReferencesRunAgain) {
   }
 }
 
-TEST_F(DecodeDevice, ManyGroupsRunAgain) {
-  Case c;
+TEST_P(DecodeDevice, ManyGroupsRunAgain) {
+  Case c = plain();
   c.lengths.assign(64, 900);
   c.shift = 60;
   c.splits = 3;
   compare(c);
 }
 
-TEST_F(DecodeDevice, RangesOfKeys) {
-  Case c;
+TEST_P(DecodeDevice, RangesOfKeys) {
+  Case c = plain();
   c.lengths = {100, 1500, 2999};
   for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 64}, {64, 1024}, {1024, 3008}, {128, 128}}) {
     c.key_begin = begin;
@@ -151,42 +157,39 @@ TEST_F(DecodeDevice, RangesOfKeys) {
   }
 }
 
-TEST_F(DecodeDevice, GraphsReplayAtOtherLengths) {
-  Case c;
+TEST_P(DecodeDevice, GraphsReplayAtOtherLengths) {
+  Case c = plain();
   c.lengths = {17, 2000, 0, 1025};
   Batch batch(c);
   batch.through_a_graph();
   expect_same(batch.on_gpu(), batch.on_cpu());
 }
 
-TEST_F(DecodeDevice, SixteenBitQueriesAndOutputs) {
+TEST_P(DecodeDevice, SixteenBitQueriesAndOutputs) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
-    Case c;
+    Case c = plain();
     c.dtype = dtype;
     c.lengths = {1, 300, 1100};
     compare(c);
   }
 }
 
-TEST_F(DecodeDevice, ShallowDepths) {
+TEST_P(DecodeDevice, ShallowDepths) {
   for (const float depth : {6.0f, 2.0f, 0.0f, -2.0f, -20.0f}) {
-    for (const bool tail : {true, false}) {
-      SCOPED_TRACE("depth " + std::to_string(depth) + (tail ? ", tail" : ""));
-      Case c;
-      c.layout.tail = tail;
-      c.lengths = {300, 1100, 2049};
-      c.depths = {depth, 12};
-      compare(c);
-      c.depths = {depth};
-      compare(c);
-    }
+    SCOPED_TRACE("depth " + std::to_string(depth));
+    Case c = plain();
+    c.lengths = {300, 1100, 2049};
+    c.depths = {depth, 12};
+    compare(c);
+    c.depths = {depth};
+    compare(c);
   }
 }
 
-TEST_F(DecodeDevice, ExtremeQueries) {
+TEST_P(DecodeDevice, ExtremeQueries) {
   for (const float scale : {0.0f, 1e-30f, 100.0f, 1e4f, 1e30f}) {
     SCOPED_TRACE("scale " + std::to_string(scale));
-    Case c;
+    Case c = plain();
     c.lengths = {1, 300, 1100};
     c.q_scale = scale;
     compare(c);

@@ -176,6 +176,7 @@ class StreamSummer {
       others = atomicSub(&s_.scanning, 1) - 1;
       __threadfence_block();
     }
+    __syncwarp();  // every lane sees what the other warps did
     if (__shfl_sync(kWarp, others, 0) != 0) return;
     s_.nibbles.close(lane, Shared::kTeams);
     s_.bytes_of_v.close(lane, Shared::kTeams);

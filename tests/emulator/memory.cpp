@@ -1,0 +1,173 @@
+#include <cstdlib>
+
+#include "state.h"
+
+// Shared memory, mbarriers and copies that take their time.
+namespace emu {
+namespace {
+
+Mbarrier& mbarrier(Cta* cta, uint32_t at, Where where) {
+  const auto found = cta->mbarriers.find(at);
+  if (found == cta->mbarriers.end()) fail("not an mbarrier", where);
+  uint64_t now;
+  std::memcpy(&now, cta->arena + (at - kSharedBase), 8);
+  if (now != found->second.pattern) fail("an mbarrier was overwritten", where);
+  return found->second;
+}
+void check_phase(Mbarrier& m) {
+  if (m.pending != 0 || m.bytes != 0) return;
+  ++m.phase;
+  m.pending = m.count;
+  wake_all(m.waiters);
+}
+
+void finish_bulk(Cta* cta, size_t i) {
+  const Bulk b = cta->bulks[i];
+  cta->bulks[i] = cta->bulks.back();
+  cta->bulks.pop_back();
+  std::memcpy(b.to, b.from, b.bytes);
+  Mbarrier& m = mbarrier(cta, b.barrier, Where::current());
+  m.bytes -= b.bytes;
+  check_phase(m);
+  ++progress;
+}
+}  // namespace
+
+bool finish_some_bulk() {
+  std::vector<Cta*> with;
+  for (Cta* cta : ctas) {
+    if (!cta->bulks.empty()) with.push_back(cta);
+  }
+  if (with.empty()) return false;
+  Cta* cta = with[random64() % with.size()];
+  finish_bulk(cta, random64() % cta->bulks.size());
+  return true;
+}
+
+namespace {
+
+void finish_copy(const Copy& c) {
+  std::memcpy(c.to, c.from, c.kept);
+  std::memset(c.to + c.kept, 0, c.bytes - c.kept);
+}
+
+/// Whether the bytes are device memory.
+void check_global(const void* p, size_t bytes, const char* what, Where where) {
+  const auto at = reinterpret_cast<uintptr_t>(p);
+  auto next = allocations.upper_bound(at);
+  if (next != allocations.begin()) {
+    --next;
+    if (at + bytes <= next->first + next->second) return;
+  }
+  fail(what, where);
+}
+
+}  // namespace
+
+void* shared_variable(const void* id, size_t bytes, size_t alignment) {
+  Cta* cta = me().cta;
+  auto [at, fresh] = cta->variables.try_emplace(id, nullptr);
+  if (fresh) {
+    cta->used = (cta->used + alignment - 1) / alignment * alignment;
+    at->second = cta->arena + cta->used;
+    cta->used += bytes;
+    if (cta->used > kStatic) fail("static shared memory");
+  }
+  return at->second;
+}
+uint8_t* dynamic_shared() { return me().cta->arena + kStatic; }
+uint32_t shared_address(const void* p) {
+  const auto offset = static_cast<const uint8_t*>(p) - me().cta->arena;
+  if (offset < 0 || offset > static_cast<ptrdiff_t>(kStatic + me().cta->shared)) fail("not in shared memory");
+  return kSharedBase + static_cast<uint32_t>(offset);
+}
+uint8_t* shared_pointer(uint32_t address, uint32_t bytes, uint32_t alignment, Where where) {
+  Cta* cta = me().cta;
+  if (address < kSharedBase || address - kSharedBase + bytes > kStatic + cta->shared) fail("past shared memory", where);
+  if (address % alignment != 0) fail("a shared address is not aligned", where);
+  return cta->arena + (address - kSharedBase);
+}
+
+void init_mbarrier(uint32_t at, uint32_t count, Where where) {
+  Cta* cta = me().cta;
+  uint8_t* p = shared_pointer(at, 8, 8, where);
+  if (cta->mbarriers.count(at)) fail("an mbarrier is initialised twice", where);
+  Mbarrier& m = cta->mbarriers[at];
+  m.count = m.pending = count;
+  m.pattern = random64();
+  std::memcpy(p, &m.pattern, 8);
+}
+void invalidate_mbarrier(uint32_t at, Where where) {
+  Cta* cta = me().cta;
+  Mbarrier& m = mbarrier(cta, at, where);
+  if (!m.waiters.empty()) fail("an mbarrier that is waited for is invalidated", where);
+  if (m.bytes != 0) fail("an mbarrier that expects bytes is invalidated", where);
+  cta->mbarriers.erase(at);
+}
+void arrive(uint32_t at, uint32_t count, uint32_t bytes, Where where) {
+  maybe_yield();
+  Mbarrier& m = mbarrier(me().cta, at, where);
+  if (count > m.pending) fail("more arrivals than the mbarrier's phase expects", where);
+  m.bytes += bytes;
+  m.pending -= count;
+  check_phase(m);
+  maybe_yield();
+}
+bool phase_is_over(uint32_t at, uint32_t parity, Where where) {
+  maybe_yield();
+  Mbarrier& m = mbarrier(me().cta, at, where);
+  return (m.phase & 1) != parity;
+}
+void wait_phase(uint32_t at, uint32_t parity, Where where) {
+  maybe_yield();
+  while (true) {
+    Mbarrier& m = mbarrier(me().cta, at, where);
+    if ((m.phase & 1) != parity) return;
+    m.waiters.push_back(&me());
+    block("an mbarrier", where);
+  }
+}
+
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at, Where where) {
+  Cta* cta = me().cta;
+  uint8_t* p = shared_pointer(to, bytes, 16, where);
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a bulk copy is not aligned", where);
+  check_global(from, bytes, "a bulk copy reads past device memory", where);
+  Mbarrier& m = mbarrier(cta, at, where);
+  if (m.bytes < bytes) fail("a bulk copy of more bytes than its mbarrier expects", where);
+  std::memset(p, kGarbage ^ 0xFF, bytes);
+  cta->bulks.push_back({p, static_cast<const uint8_t*>(from), bytes, at});
+}
+
+void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where) {
+  uint8_t* p = shared_pointer(to, bytes, bytes, where);
+  if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("a copy is not aligned", where);
+  if (kept) check_global(from, kept, "a copy reads past device memory", where);
+  const Copy c{p, static_cast<const uint8_t*>(from), bytes, kept, -1};
+  if (chance(4)) {
+    finish_copy(c);
+  } else {
+    std::memset(p, kGarbage ^ 0xFF, bytes);
+    me().copies.push_back(c);
+  }
+}
+void commit_copies() {
+  Fiber& f = me();
+  for (Copy& c : f.copies) {
+    if (c.group < 0) c.group = f.committed;
+  }
+  ++f.committed;
+}
+void wait_copies(int but, Where) {
+  Fiber& f = me();
+  std::erase_if(f.copies, [&](const Copy& c) {
+    const bool waited = but < 0 || (c.group >= 0 && c.group < f.committed - but);
+    if (waited || chance(4))
+      finish_copy(c);
+    else
+      return false;
+    return true;
+  });
+}
+
+}  // namespace emu
