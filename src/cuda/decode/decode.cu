@@ -86,6 +86,7 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
   if (threadIdx.x == 0) {
     seen = start_task(step, item, task);
     if (!Summer::kPrepares) seen = seen && task.g.head->seen != 0;
+    if (seen && (item.again || !Summer::kPrepares)) complete_task(task, *task.g.head);
   }
   __syncthreads();
   const bool works = seen && task.tiles.begin < task.tiles.end, first = item.part == 0 && item.split == 0;
@@ -97,11 +98,7 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
       auto& prepared = Summer::prepare_space(shared);
       exists = prepare_group<D>(step, task, first, prepared);
       if (threadIdx.x == 0) complete_task(task, prepared.head);
-    } else if (threadIdx.x == 0 && seen) {
-      complete_task(task, *task.g.head);
     }
-  } else if (threadIdx.x == 0 && seen) {
-    complete_task(task, *task.g.head);
   }
   __syncthreads();
   if (!exists) {

@@ -156,7 +156,7 @@ class NarrowSummer {
                     offset(from.mean_scale, 2 * block), offset(from.mean, D * block),  offset(from.ubar, D * block)};
       s_.loud = 0;
     }
-    if (tile_begin + warp_ < tile_end) {
+    if (lane_ == 0 && tile_begin + warp_ < tile_end) {
       const int page_size = static_cast<int>(layout_.page_size), key = (tile_begin + warp_) * kTile;
       w_.place.next_slot = key % page_size;
       w_.place.next_index = key / page_size;

@@ -60,6 +60,7 @@ class ValueWarps {
     for_sums([&](int r, int channel, unsigned long long sum) {
       s_.num[kNibbles ? team_ : kTeams + team_][r][channel] = sum;
     });
+    ptx::fence_async();  // the next item's first tiles arrive in the same place
     ptx::sync_named(kAll, 64 * kValueWarps);
     publish_all();
   }

@@ -66,6 +66,10 @@ __device__ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, 
                : "memory");
 }
 
+/// Orders the thread's accesses of shared memory before later ones by the copy engine and the tensor cores, once a
+/// barrier has told them.
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /// Brings a line into L2.
 __device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

@@ -79,10 +79,6 @@ __device__ inline void wait_bulk_read() {
 /// Until all of the thread's groups are done.
 __device__ inline void wait_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Orders the thread's accesses of shared memory before later ones by the copy engine and the tensor cores, once a
-/// barrier has told them.
-__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 /// wait_barrier for what takes long: the thread sleeps until the barrier wakes it, and leaves the issue slots to
 /// others.
 __device__ inline void sleep_on_barrier(uint32_t barrier, uint32_t parity) {

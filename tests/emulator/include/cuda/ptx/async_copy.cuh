@@ -20,6 +20,7 @@ inline void arrive_named(int barrier, int threads, EMU_WHERE) {
 inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, EMU_WHERE) {
   emu::bulk_copy(to, from, bytes, barrier, where);
 }
+inline void fence_async() {}
 inline void prefetch(const void*) {}
 inline void copy_4(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 4, 4, where); }
 inline void copy_16(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 16, 16, where); }
