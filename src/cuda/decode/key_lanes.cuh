@@ -1,6 +1,7 @@
 #pragma once
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/warp_mma.cuh"
 #include "numerics/exp2.h"
 
 // What warps share that hold a tile of 64 keys: lane 4 g + c has the keys g + 8 i of query row 4 t + c.
@@ -48,6 +49,33 @@ __device__ void load_words(uint32_t (&words)[N], const void* from) {
     static_assert(N == 2);
     const uint2 v = *static_cast<const uint2*>(from);
     words[0] = v.x, words[1] = v.y;
+  }
+}
+
+// V rows of D bytes in shared memory, keys as rows, on their way to a product whose inner dimension is keys.
+
+/// Where the 16-byte piece of a row stands; a transposed load reads eight rows (see named_row) at once.
+template <int D>
+__device__ int place_of_row(int row, int piece) {
+  const int turn = D == 128 ? (row >> 2 & 3) * 2 + (row & 1) : row >> 2 & 3;
+  return row * D + 16 * (piece ^ turn);
+}
+
+/// The row that the lane names in a transposed load, so that lane 4 g + c receives those of the inner dimension's
+/// 4 c .. 4 c + 3 and 16 more.
+__device__ inline int named_row(int lane) {
+  const int matrix = lane / 8, row = lane % 8;
+  return 16 * (matrix / 2) + 4 * (row / 2) + 2 * (matrix % 2) + row % 2;
+}
+
+/// Bytes 2 g (in even) and 2 g + 1 (in odd) of the 16-byte piece, of the rows 4 c .. 4 c + 3 and 16 more.
+__device__ inline void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_t (&odd)[2]) {
+  uint32_t m[4];
+  ptx::load_transposed(m, address);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    even[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x6420);
+    odd[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x7531);
   }
 }
 

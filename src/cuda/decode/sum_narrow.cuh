@@ -663,12 +663,6 @@ class NarrowSummer {
     for (int r = lane_ / 16; r < kRows; r += 2) w_.weight[r][base + lane_ % 16] = 0;
   }
 
-  /// Where the 16-byte piece of a V row stands; a transposed load reads eight slots (see slot_of_lane) at once.
-  __device__ static int value_place(int slot, int piece) {
-    const int turn = D == 128 ? (slot >> 2 & 3) * 2 + (slot & 1) : slot >> 2 & 3;
-    return slot * D + 16 * (piece ^ turn);
-  }
-
   static constexpr int kPieces = kHalf / 16;  // 16-byte pieces of a plane h or l row
 
   /// Sends for the V rows of the warp's slots of a round, in the first one also for what stands in for dropped keys.
@@ -689,8 +683,8 @@ class NarrowSummer {
 #pragma unroll 1
     for (int slot = lane_ / kPieces; slot < total; slot += 32 / kPieces) {
       const int piece = lane_ % kPieces, key = keys[slot] & 0xFF;
-      ptx::copy_16(to + value_place(slot, piece), v_h + key * kHalf + 16 * piece);
-      const int l_at = value_place(slot, kPieces + piece);
+      ptx::copy_16(to + place_of_row<D>(slot, piece), v_h + key * kHalf + 16 * piece);
+      const int l_at = place_of_row<D>(slot, kPieces + piece);
       if ((keys[slot] >> 8 & 1) != 0) {
         ptx::copy_16(to + l_at, v_l + key * kHalf + 16 * piece);
       } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
@@ -703,7 +697,7 @@ class NarrowSummer {
 #pragma unroll 1
     for (int slot = lane_ / kLowChunks; slot < kLowSlots; slot += 32 / kLowChunks) {
       const int piece = lane_ % kLowChunks, key = slot < low ? keys[slot] & 0xFF : 0;
-      ptx::copy_16_or_zero(to + kSlots * D + value_place(slot, piece), v_b + key * D + 16 * piece, slot < low);
+      ptx::copy_16_or_zero(to + kSlots * D + place_of_row<D>(slot, piece), v_b + key * D + 16 * piece, slot < low);
     }
   }
 
@@ -719,29 +713,11 @@ class NarrowSummer {
     const uint32_t bytes = reinterpret_cast<const uint32_t*>(mean_row(warp_))[lane_] ^ 0x80808080u;
     const uint32_t even = __byte_perm(bytes, 0, 0x4420), odd = __byte_perm(bytes, 0, 0x4431);
     const auto store = [&](int first_piece, uint32_t nibbles) {
-      const int at = value_place(slot, first_piece + lane_ / 8) + 2 * (lane_ % 8);
+      const int at = place_of_row<D>(slot, first_piece + lane_ / 8) + 2 * (lane_ % 8);
       *reinterpret_cast<uint16_t*>(s_.rows[warp_] + at) = static_cast<uint16_t>(nibbles);
     };
     store(0, ptx::join_nibbles(even, odd >> 4));
     store(kPieces, ptx::join_nibbles(even << 4, odd));
-  }
-
-  /// The slot whose row the lane names in a transposed load, so that lane 4 g + c receives those of the inner
-  /// dimension's 4 c .. 4 c + 3 and 16 more.
-  __device__ int slot_of_lane() const {
-    const int matrix = lane_ / 8, row = lane_ % 8;
-    return 16 * (matrix / 2) + 4 * (row / 2) + 2 * (matrix % 2) + row % 2;
-  }
-
-  /// Bytes 2 g (in even) and 2 g + 1 (in odd) of the 16-byte piece, the keys 4 c .. 4 c + 3 and 16 more.
-  __device__ static void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_t (&odd)[2]) {
-    uint32_t m[4];
-    ptx::load_transposed(m, address);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      even[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x6420);
-      odd[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x7531);
-    }
   }
 
   /// The warp's 16-byte piece of a row of nibbles, and for D = 64 which byte of each pair is its.
@@ -750,8 +726,8 @@ class NarrowSummer {
   /// The V rows of a round, every tile's.
   __device__ void add_values(int round) {
     const int first = kSlots * round;
-    const int slot = slot_of_lane();
-    const int h_at = value_place(slot, nibble_piece()), l_at = value_place(slot, nibble_piece() + kHalf / 16);
+    const int slot = named_row(lane_);
+    const int h_at = place_of_row<D>(slot, nibble_piece()), l_at = place_of_row<D>(slot, nibble_piece() + kHalf / 16);
     const unsigned pick = g_ % 2 == 0 ? 0x6240 : 0x7351;
 #pragma unroll 1
     for (int from = 0; from < kChunkTiles; ++from) {
@@ -801,7 +777,7 @@ class NarrowSummer {
     const int matrix = lane_ / 8, row = lane_ % 8;
     const int slot = 4 * (row / 2) + 2 * (matrix % 2) + row % 2, piece = warp_ * kTilesM + min(matrix / 2, kTilesM - 1);
     uint32_t pairs[4];
-    ptx::load_transposed(pairs, ptx::shared_address(s_.rows[from]) + kSlots * D + value_place(slot, piece));
+    ptx::load_transposed(pairs, ptx::shared_address(s_.rows[from]) + kSlots * D + place_of_row<D>(slot, piece));
 #pragma unroll
     for (int t = 0; t < Quads; ++t) {
       uint32_t weight[2];

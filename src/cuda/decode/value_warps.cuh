@@ -105,23 +105,17 @@ class ValueWarps {
       if (entry.page < 0) continue;
       const uint8_t* const from = p_.cache.pages + entry.page * p_.cache.page_stride +
                                   (entry.at & kSlotMask) * (kNibbles ? kHalf : D) + 16 * piece;
-      ptx::copy_16(to + place(row, piece), from + planes[0]);
+      ptx::copy_16(to + place_of_row<D>(row, piece), from + planes[0]);
       if constexpr (kNibbles) {
         if ((entry.at & kReadsLow) != 0) {
-          ptx::copy_16(to + place(row, kPieces + piece), from + planes[1]);
+          ptx::copy_16(to + place_of_row<D>(row, kPieces + piece), from + planes[1]);
         } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
-          *reinterpret_cast<uint4*>(rows(buffer) + place(row, kPieces + piece)) = {0x77777777u, 0x77777777u,
-                                                                                   0x77777777u, 0x77777777u};
+          *reinterpret_cast<uint4*>(rows(buffer) + place_of_row<D>(row, kPieces + piece)) = {0x77777777u, 0x77777777u,
+                                                                                             0x77777777u, 0x77777777u};
         }
       }
     }
     ptx::commit_copies();
-  }
-
-  /// Where the 16-byte piece of a row stands; a transposed load reads eight rows (see row_of_lane) at once.
-  __device__ static int place(int row, int piece) {
-    const int turn = D == 128 ? (row >> 2 & 3) * 2 + (row & 1) : row >> 2 & 3;
-    return row * D + 16 * (piece ^ turn);
   }
 
   /// Adds a block that has arrived.
@@ -160,8 +154,8 @@ class ValueWarps {
       for (int m = 0; m < kTilesM; m += kTogether) {
         const int tile = member_ * kTilesM + m;
         uint32_t h[2][2], l[2][2];  // by byte of the pair, half of the rows
-        load_pairs(from + place(row_of_lane(), tile / 2), h[0], h[1]);
-        load_pairs(from + place(row_of_lane(), tile / 2 + kHalf / 16), l[0], l[1]);
+        load_pairs(from + place_of_row<D>(named_row(lane_), tile / 2), h[0], h[1]);
+        load_pairs(from + place_of_row<D>(named_row(lane_), tile / 2 + kHalf / 16), l[0], l[1]);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const bool second = kTogether == 2 ? i == 1 : tile % 2 == 1;
@@ -175,7 +169,7 @@ class ValueWarps {
 #pragma unroll
       for (int m = 0; m < kTilesM; ++m) {
         uint32_t even[2], odd[2];
-        load_pairs(from + place(row_of_lane(), member_ * kTilesM + m), even, odd);
+        load_pairs(from + place_of_row<D>(named_row(lane_), member_ * kTilesM + m), even, odd);
         multiply(sum_[m], even[0], odd[0], even[1], odd[1]);
       }
     }
@@ -195,24 +189,6 @@ class ValueWarps {
         mass_[t] += w;
         half_mass_[t] += low ? 0 : w;
       }
-    }
-  }
-
-  /// The row that the lane names in a transposed load, so that lane 4 g + c receives those of the inner dimension's
-  /// 4 c .. 4 c + 3 and 16 more.
-  __device__ int row_of_lane() const {
-    const int matrix = lane_ / 8, row = lane_ % 8;
-    return 16 * (matrix / 2) + 4 * (row / 2) + 2 * (matrix % 2) + row % 2;
-  }
-
-  /// Bytes 2 g (in even) and 2 g + 1 (in odd) of the 16-byte piece, of the rows 4 c .. 4 c + 3 and 16 more.
-  __device__ static void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_t (&odd)[2]) {
-    uint32_t m[4];
-    ptx::load_transposed(m, address);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      even[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x6420);
-      odd[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x7531);
     }
   }
 
