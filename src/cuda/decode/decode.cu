@@ -186,7 +186,7 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   }
 }
 
-/// Sets what CTAs add to to zero: a CTA's share of a group's sums, of one group or of every gridDim.x-th.
+/// Sets to zero what CTAs add to a group. By all threads of a CTA.
 __device__ void clear_group(const Step& step, int64_t index) {
   const GroupState g = step.workspace.group(index);
   const int rows = step.workspace.rows;

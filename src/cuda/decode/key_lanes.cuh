@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda/decode/rows.cuh"
+#include "cuda/decode/visible.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/warp_mma.cuh"
 #include "numerics/exp2.h"
@@ -28,6 +29,27 @@ __device__ inline unsigned every_eighth(uint64_t mask, int g) {
   return static_cast<unsigned>((mask >> g & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
 }
 
+struct TileKeys {
+  unsigned seen, forced;  // bit i: key g + 8 i is visible, is always read
+};
+__device__ inline TileKeys keys_of(const Visible& visible, int tile, int g) {
+  if (visible.settled(tile) && visible.first < tile * kTile) return {0xFF, 0};
+  return {every_eighth(visible.mask(tile), g), every_eighth(visible.always(tile), g)};
+}
+
+struct Slots {
+  int before, total;
+};
+/// Numbers keys, `count` of them with the lane's g (the same in its four lanes). Several counts may be packed.
+__device__ inline Slots number(int count, int lane) {
+  int upto = count;
+  for (int s = 4; s < 32; s *= 2) {
+    const int other = __shfl_up_sync(kWarp, upto, s);
+    if (lane >= s) upto += other;
+  }
+  return {upto - count, __shfl_sync(kWarp, upto, 31)};
+}
+
 /// The sum over the lanes 4 g + c of one c.
 template <typename T>
 __device__ T sum_over_keys(T value) {
@@ -50,6 +72,12 @@ __device__ void load_words(uint32_t (&words)[N], const void* from) {
     const uint2 v = *static_cast<const uint2*>(from);
     words[0] = v.x, words[1] = v.y;
   }
+}
+
+/// Where the 16-byte piece of a gathered row of K's plane b stands: rows are read eight at a time.
+template <int D>
+__device__ int swizzled(int row, int piece) {
+  return row * D + 16 * (piece ^ (D == 128 ? row & 7 : row >> 1 & 3));
 }
 
 // V rows of D bytes in shared memory, keys as rows, on their way to a product whose inner dimension is keys.

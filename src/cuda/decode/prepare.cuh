@@ -7,7 +7,7 @@
 #include "plan/cache_access.h"
 
 // What comes before a group's sums: its queries split into planes, and its rows' references (docs/numerics.md, sections
-// 3, 5 and 6). Every CTA that sums keys of the group does it for itself; all write the same to the group's state.
+// 3, 5 and 6): by a kernel of its own, or by every CTA that sums keys of the group for itself.
 namespace fold::cuda {
 
 constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
@@ -127,17 +127,7 @@ __device__ void score_key(const uint8_t* h, const uint8_t* l, float e_k, int r0,
 #pragma unroll
   for (int piece = 0; piece < D / 32; ++piece) {
     const uint4 top = reinterpret_cast<const uint4*>(h)[piece];
-    const uint4 rest = l == nullptr ? uint4{} : reinterpret_cast<const uint4*>(l)[piece];
-    uint4 even, odd;
-    if (l == nullptr) {
-      even = bytewise(top, top, [](uint32_t x, uint32_t) { return x >> 4 & 0x0F0F0F0Fu; });
-      odd = bytewise(top, top, [](uint32_t x, uint32_t) { return x & 0x0F0F0F0Fu; });
-    } else {
-      even = bytewise(
-          top, rest, [](uint32_t x, uint32_t y) { return ((x & 0xF0F0F0F0u) | (y >> 4 & 0x0F0F0F0Fu)) ^ 0x80808080u; });
-      odd = bytewise(top, rest,
-                     [](uint32_t x, uint32_t y) { return ((x << 4 & 0xF0F0F0F0u) | (y & 0x0F0F0F0Fu)) ^ 0x80808080u; });
-    }
+    const EvenOdd key = l == nullptr ? codes_of(top) : values_of(top, reinterpret_cast<const uint4*>(l)[piece]);
 #pragma unroll
     for (int j = 0; j < Most; ++j) {
       const int r = r0 + j * step;
@@ -145,9 +135,9 @@ __device__ void score_key(const uint8_t* h, const uint8_t* l, float e_k, int r0,
       const auto plane = [&](const int8_t* of, int half) {
         return *reinterpret_cast<const uint4*>(of + r * D + half * (D / 2) + 16 * piece);
       };
-      high[j] = dot_bytes(odd, plane(shared.a_split, 1), dot_bytes(even, plane(shared.a_split, 0), high[j]));
+      high[j] = dot_bytes(key.odd, plane(shared.a_split, 1), dot_bytes(key.even, plane(shared.a_split, 0), high[j]));
       if (l != nullptr)
-        low[j] = dot_bytes(odd, plane(shared.b_split, 1), dot_bytes(even, plane(shared.b_split, 0), low[j]));
+        low[j] = dot_bytes(key.odd, plane(shared.b_split, 1), dot_bytes(key.even, plane(shared.b_split, 0), low[j]));
     }
   }
 #pragma unroll
@@ -155,7 +145,7 @@ __device__ void score_key(const uint8_t* h, const uint8_t* l, float e_k, int r0,
     const int r = r0 + j * step;
     if (r >= end) break;
     const RowState& row = shared.rows[r];
-    const int dot = l == nullptr ? 32 * high[j] - 241 * row.sum_a : 256 * high[j] + low[j];
+    const int dot = l == nullptr ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
     shared.logits[r - row_begin][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, l != nullptr)), e_k);
   }
 }

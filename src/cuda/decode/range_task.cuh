@@ -13,4 +13,15 @@ struct RangeTask {
   TileRange tiles;
 };
 
+/// Adds a CTA's sums of row r to the group's.
+__device__ inline void add_row_sums(const RangeTask& task, int r, const RowSums& of_range) {
+  if ((task.active >> r & 1) == 0) return;
+  RowSums& sums = task.g.sums[r];
+  atomicAdd(&sums.den, of_range.den);
+  atomicAdd(&sums.mass, of_range.mass);
+  atomicAdd(&sums.dropped, of_range.dropped);
+  atomicAdd(&sums.values_read, of_range.values_read);
+  atomicMax(&sums.peak, of_range.peak);
+}
+
 }  // namespace fold::cuda

@@ -61,18 +61,37 @@ __device__ uint4 bytewise(uint4 a, uint4 b, F f) {
   return {f(a.x, b.x), f(a.y, b.y), f(a.z, b.z), f(a.w, b.w)};
 }
 
-/// D0 of docs/numerics.md, section 3. h: (D / 2,); sum_a: the channel sum of qa.
+/// The even and the odd channels of a 16-byte piece of nibbles, a byte each.
+struct EvenOdd {
+  uint4 even, odd;
+};
+/// Codes of plane h, h + 8.
+__device__ inline EvenOdd codes_of(uint4 h) {
+  return {bytewise(h, h, [](uint32_t x, uint32_t) { return x >> 4 & 0x0F0F0F0Fu; }),
+          bytewise(h, h, [](uint32_t x, uint32_t) { return x & 0x0F0F0F0Fu; })};
+}
+/// Planes h and l together: a.
+__device__ inline EvenOdd values_of(uint4 h, uint4 l) {
+  return {
+      bytewise(h, l, [](uint32_t x, uint32_t y) { return ((x & 0xF0F0F0F0u) | (y >> 4 & 0x0F0F0F0Fu)) ^ 0x80808080u; }),
+      bytewise(h, l,
+               [](uint32_t x, uint32_t y) { return ((x << 4 & 0xF0F0F0F0u) | (y & 0x0F0F0F0Fu)) ^ 0x80808080u; })};
+}
+
+/// D0 of docs/numerics.md, section 3. dot: of the codes with qa; sum_a: the channel sum of qa.
+__device__ inline int centred(int dot, int sum_a) { return 32 * dot - 241 * sum_a; }
+
+/// D0. h: (D / 2,)
 template <int D>
 __device__ int dot_h(const uint8_t* h, const int8_t* a_split, int sum_a) {
   int dot = 0;
 #pragma unroll 2
   for (int i = 0; i < D / 32; ++i) {
-    const uint4 codes = reinterpret_cast<const uint4*>(h)[i];
+    const EvenOdd codes = codes_of(reinterpret_cast<const uint4*>(h)[i]);
     const auto* a = reinterpret_cast<const uint4*>(a_split);
-    dot = dot_bytes(bytewise(codes, codes, [](uint32_t x, uint32_t) { return x >> 4 & 0x0F0F0F0Fu; }), a[i], dot);
-    dot = dot_bytes(bytewise(codes, codes, [](uint32_t x, uint32_t) { return x & 0x0F0F0F0Fu; }), a[D / 32 + i], dot);
+    dot = dot_bytes(codes.odd, a[D / 32 + i], dot_bytes(codes.even, a[i], dot));
   }
-  return 32 * dot - 241 * sum_a;  // codes are h + 8
+  return centred(dot, sum_a);
 }
 
 /// D1. h, l: (D / 2,)
@@ -81,14 +100,10 @@ __device__ int dot_hl(const uint8_t* h, const uint8_t* l, const int8_t* a_split,
   int high = 0, low = 0;
 #pragma unroll 2
   for (int i = 0; i < D / 32; ++i) {
-    const uint4 top = reinterpret_cast<const uint4*>(h)[i], rest = reinterpret_cast<const uint4*>(l)[i];
+    const EvenOdd values = values_of(reinterpret_cast<const uint4*>(h)[i], reinterpret_cast<const uint4*>(l)[i]);
     const auto *a = reinterpret_cast<const uint4*>(a_split), *b = reinterpret_cast<const uint4*>(b_split);
-    const uint4 even = bytewise(
-        top, rest, [](uint32_t x, uint32_t y) { return ((x & 0xF0F0F0F0u) | (y >> 4 & 0x0F0F0F0Fu)) ^ 0x80808080u; });
-    const uint4 odd = bytewise(
-        top, rest, [](uint32_t x, uint32_t y) { return ((x << 4 & 0xF0F0F0F0u) | (y & 0x0F0F0F0Fu)) ^ 0x80808080u; });
-    high = dot_bytes(odd, a[D / 32 + i], dot_bytes(even, a[i], high));
-    low = dot_bytes(odd, b[D / 32 + i], dot_bytes(even, b[i], low));
+    high = dot_bytes(values.odd, a[D / 32 + i], dot_bytes(values.even, a[i], high));
+    low = dot_bytes(values.odd, b[D / 32 + i], dot_bytes(values.even, b[i], low));
   }
   return 256 * high + low;
 }

@@ -109,15 +109,6 @@ class ScanWarp {
     __syncwarp();
   }
 
-  struct TileKeys {
-    unsigned seen, forced;  // bit i: key g + 8 i is visible, is always read
-  };
-  __device__ TileKeys keys_of(int tile) const {
-    const Visible& visible = task_.visible;
-    if (visible.settled(tile) && visible.first < tile * kTile) return {0xFF, 0};
-    return {every_eighth(visible.mask(tile), g_), every_eighth(visible.always(tile), g_)};
-  }
-
   /// Level 0: lists the keys that ask for more, adds the weights of the others.
   __device__ void scan(const Stage& stage) {
     const bool settled = task_.visible.settled(stage.tile);
@@ -172,7 +163,7 @@ class ScanWarp {
         quiet_b = __funnelshift_l(__float_as_uint(most_b[half]), quiet_b, 1);
       }
     }
-    const TileKeys keys = keys_of(stage.tile);
+    const TileKeys keys = keys_of(task_.visible, stage.tile, g_);
     const unsigned asks = any_row(~(quiet_l | quiet_h << 8 | quiet_b << 16));
     const unsigned reads_low = layout_.k_bits >= 8 ? (asks | keys.forced) & keys.seen : 0;
     const unsigned further = (reads_low | asks >> 8 | keys.forced) & keys.seen;
@@ -185,13 +176,8 @@ class ScanWarp {
   /// Lists the keys `further` (bit i: key g + 8 i). Lane 4 g + c writes those of bits 2 c and 2 c + 1.
   __device__ void list(const Stage& stage, unsigned further, unsigned reads_low, unsigned forced, unsigned likely_byte,
                        float deeper) {
-    const int count = __popc(further);
-    int upto = count;
-    for (int s = 4; s < 32; s *= 2) {
-      const int other = __shfl_up_sync(kWarp, upto, s);
-      if (lane_ >= s) upto += other;
-    }
-    const unsigned first = listed_ + static_cast<unsigned>(upto - count);
+    const Slots slots = number(__popc(further), lane_);
+    const unsigned first = listed_ + static_cast<unsigned>(slots.before);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int i = 2 * c_ + j, scale = 8 * g_ + i;
@@ -204,7 +190,7 @@ class ScanWarp {
           static_cast<unsigned>(stage.slot + g_ + 8 * i) | flags | static_cast<unsigned>(deeper) << kDeeperShift,
           stage.k_scale[scale] | static_cast<unsigned>(stage.v_scale[scale]) << 16};
     }
-    listed_ += static_cast<unsigned>(__shfl_sync(kWarp, upto, 31));
+    listed_ += static_cast<unsigned>(slots.total);
   }
 
   /// The weights of keys of which no more is read.
@@ -268,13 +254,9 @@ class ScanWarp {
     sent_ += count;
   }
 
-  /// Rows of 16-byte pieces that are read eight rows at a time.
-  __device__ static int swizzled(int row, int piece) {
-    return row * D + 16 * (piece ^ (D == 128 ? row & 7 : row >> 1 & 3));
-  }
   __device__ void send_byte_row(uint32_t to, const Candidate& candidate, int key, int piece) {
     const uint8_t* const from = page_at(candidate.page) + ((candidate.at & kSlotMask) * D + 16 * piece);
-    ptx::copy_16(to + swizzled(key, piece), from + s_.offsets.k_b);
+    ptx::copy_16(to + swizzled<D>(key, piece), from + s_.offsets.k_b);
   }
 
   /// Levels 1 and 2 of the oldest batch, its weights, and on to the value warps with what is read of V.
@@ -357,7 +339,7 @@ class ScanWarp {
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
       for (int i = 0; i < kWords / 2; ++i) {
-        const uint4 v = *reinterpret_cast<const uint4*>(batch.b + swizzled(g_ + 8 * j, c_ * (kWords / 2) + i));
+        const uint4 v = *reinterpret_cast<const uint4*>(batch.b + swizzled<D>(g_ + 8 * j, c_ * (kWords / 2) + i));
         b[j][4 * i] = v.x, b[j][4 * i + 1] = v.y, b[j][4 * i + 2] = v.z, b[j][4 * i + 3] = v.w;
       }
     }

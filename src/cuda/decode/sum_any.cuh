@@ -258,14 +258,7 @@ class RangeSummer {
       }
     }
     for (int r = threadIdx.x; r < part; r += kSumThreads) {
-      const int row = task_.row_begin + r;
-      if (!active(row)) continue;
-      RowSums& sums = g.sums[row];
-      atomicAdd(&sums.den, s_.den[r]);
-      atomicAdd(&sums.mass, s_.mass[r]);
-      atomicAdd(&sums.dropped, s_.dropped[r]);
-      atomicAdd(&sums.values_read, values);
-      atomicMax(&sums.peak, s_.peak[r]);
+      add_row_sums(task_, task_.row_begin + r, {s_.den[r], s_.mass[r], s_.dropped[r], values, s_.peak[r]});
     }
     if (threadIdx.x == 0 && task_.row_begin == 0) atomicAdd(&g.head->bytes, bytes);
   }

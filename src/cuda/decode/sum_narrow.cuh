@@ -255,28 +255,6 @@ class NarrowSummer {
     return static_cast<uint16_t>(pair >> 8 * (offset & 2));
   }
 
-  struct Slots {
-    int before, total;
-  };
-  /// Numbers keys, `count` of them with the lane's g (the same in its four lanes). Several counts may be packed.
-  __device__ Slots number(int count) const {
-    int upto = count;
-    for (int s = 4; s < 32; s *= 2) {
-      const int other = __shfl_up_sync(kWarp, upto, s);
-      if (lane_ >= s) upto += other;
-    }
-    return {upto - count, __shfl_sync(kWarp, upto, 31)};
-  }
-
-  struct TileKeys {
-    unsigned seen, forced;  // bit i: key g + 8 i is visible, is always read
-  };
-  __device__ TileKeys keys_of(int tile) const {
-    const Visible& visible = task_.visible;
-    if (visible.settled(tile) && visible.first < tile * kTile) return {0xFF, 0};
-    return {every_eighth(visible.mask(tile), g_), every_eighth(visible.always(tile), g_)};
-  }
-
   /// Everything about one tile up to the fetch of its values.
   __device__ void score(bool mine, unsigned parity) {
     if (!mine) {
@@ -292,13 +270,15 @@ class NarrowSummer {
     __syncthreads();  // the values of the chunk before are done with what the rest overwrites
     store_x(x);
     const int tile = w_.place.tile;
-    wanted = layout_.k_bits >= 8 ? (any_row(wanted) | keys_of(tile).forced) & keys_of(tile).seen : 0;
-    const Slots level_1 = number(__popc(wanted));
+    wanted = layout_.k_bits >= 8
+                 ? (any_row(wanted) | keys_of(task_.visible, tile, g_).forced) & keys_of(task_.visible, tile, g_).seen
+                 : 0;
+    const Slots level_1 = number(__popc(wanted), lane_);
     if (level_1.total > 0) {
       read_deeper(wanted, level_1);
       load_x(x);
     }
-    weigh(x, keys_of(tile), task_.visible.settled(tile));
+    weigh(x, keys_of(task_.visible, tile, g_), task_.visible.settled(tile));
     gather_values(w_.place, 0);
   }
 
@@ -463,12 +443,6 @@ class NarrowSummer {
     return further;
   }
 
-  /// Where the 16-byte piece of a gathered row stands: rows of 16 B pieces are read eight at a time.
-  __device__ static int swizzled(int slot, int piece) {
-    const int turn = D == 128 ? slot & 7 : slot >> 1 & 3;
-    return slot * D + 16 * (piece ^ turn);
-  }
-
   /// The keys in low_keys.
   __device__ void level_2(int total) {
 #pragma unroll 1
@@ -484,7 +458,7 @@ class NarrowSummer {
 #pragma unroll 1
     for (int slot = lane_ / kLowChunks; slot < total; slot += 32 / kLowChunks) {
       const int piece = lane_ % kLowChunks;
-      ptx::copy_16(to + swizzled(slot, piece), k_b + keys[slot] * D + 16 * piece);
+      ptx::copy_16(to + swizzled<D>(slot, piece), k_b + keys[slot] * D + 16 * piece);
     }
     ptx::wait_copies();
     __syncwarp();
@@ -498,7 +472,7 @@ class NarrowSummer {
         key[j] = slot[j] < total ? keys[slot[j]] : 0;
 #pragma unroll
         for (int i = 0; i < kWords / 2; ++i) {
-          const uint4 v = *reinterpret_cast<const uint4*>(rows + swizzled(slot[j], c_ * (kWords / 2) + i));
+          const uint4 v = *reinterpret_cast<const uint4*>(rows + swizzled<D>(slot[j], c_ * (kWords / 2) + i));
           b[j][4 * i] = v.x, b[j][4 * i + 1] = v.y, b[j][4 * i + 2] = v.z, b[j][4 * i + 3] = v.w;
         }
       }
@@ -556,7 +530,7 @@ class NarrowSummer {
     const unsigned read_b = layout_.v_bits == 16 ? asks >> 16 & read_l : 0;
     // Slots: keys whose b is read before the rest.
     const Slots slots =
-        number(__popc(read_b) | __popc(read & ~read_b) << 8 | __popc(read_l) << 16 | __popc(seen) << 24);
+        number(__popc(read_b) | __popc(read & ~read_b) << 8 | __popc(read_l) << 16 | __popc(seen) << 24, lane_);
     const int low = slots.total & 0xFF, live = low + (slots.total >> 8 & 0xFF), l_keys = slots.total >> 16 & 0xFF;
     const auto entry = [&](int i) { return static_cast<uint16_t>((g_ + 8 * i) | (read_l >> i & 1) << 8); };
     list(w_.keys, read_b, slots.before & 0xFF, entry);
@@ -975,17 +949,10 @@ class NarrowSummer {
   }
 
   __device__ void publish() {
-    const GroupState& g = task_.g;
-    const int r = threadIdx.x;
-    if (r < task_.rows && (task_.active >> r & 1) != 0) {
-      RowSums& sums = g.sums[r];
-      atomicAdd(&sums.den, s_.den[r]);
-      atomicAdd(&sums.mass, s_.mass[r]);
-      atomicAdd(&sums.dropped, s_.dropped[r]);
-      atomicAdd(&sums.values_read, s_.values);
-      atomicMax(&sums.peak, s_.peak[r]);
+    if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
+      add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
     }
-    if (threadIdx.x == 0) atomicAdd(&g.head->bytes, s_.bytes);
+    if (threadIdx.x == 0) atomicAdd(&task_.g.head->bytes, s_.bytes);
     if (lane_ == 0) {
       ptx::invalidate_barrier(ptx::shared_address(&w_.barrier));
     }

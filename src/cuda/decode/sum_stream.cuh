@@ -192,18 +192,11 @@ class StreamSummer {
 
   /// Adds the CTA's sums to the group's, but for the numerators.
   __device__ void publish() {
-    const GroupState& g = task_.g;
-    const int r = static_cast<int>(threadIdx.x);
-    if (r < task_.rows && (task_.active >> r & 1) != 0) {
-      RowSums& sums = g.sums[r];
-      atomicAdd(&sums.den, s_.den[r]);
-      atomicAdd(&sums.mass, s_.mass[r]);
-      atomicAdd(&sums.dropped, s_.dropped[r]);
-      atomicAdd(&sums.values_read, s_.values);
-      atomicMax(&sums.peak, s_.peak[r]);
+    if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
+      add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
     }
     if (threadIdx.x == 0) {
-      atomicAdd(&g.head->bytes, s_.bytes);
+      atomicAdd(&task_.g.head->bytes, s_.bytes);
       invalidate();
     }
     __syncthreads();
