@@ -1,28 +1,22 @@
 """Times of several contenders on a GPU in one run: captured graphs, replayed in turn, after the L2 has been emptied."""
 
-import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from fold_attention.cli import timing
+from fold_attention.cli.timing import in_turn
 
 EVICT_BYTES = 256 << 20  # several times the L2
 Key = TypeVar("Key")
 
 
-@dataclass
-class Timing:
+class Timing(timing.Timing):
     """Microseconds, one per round."""
 
-    samples: list[float]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
     def json(self) -> dict[str, Any]:
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        low, high = self.quartiles
         return {"median_us": self.median, "q1_us": low, "q3_us": high, "rounds": len(self.samples)}
 
 
@@ -61,11 +55,9 @@ class Evictor:
 def rotating(graphs: Mapping[Key, Captured], rounds: int) -> dict[Key, Timing]:
     """Replays every graph once a round, each round starting with another one. A first round is not counted."""
     evict = Evictor()
-    keys = list(graphs)
-    events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in keys}
-    for index in range(-1, rounds):
-        shift = index % len(keys)
-        for key in keys[shift:] + keys[:shift]:
+    events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in graphs}
+    for index, order in in_turn(graphs, rounds):
+        for key in order:
             evict()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,14 @@ class Timing:
         return {"median_s": self.median, "q1_s": low, "q3_s": high, "rounds": len(self.samples)}
 
 
+def in_turn(keys: Iterable[Key], rounds: int) -> Iterator[tuple[int, list[Key]]]:
+    """Round by round its number and its order: each starts with another key. A first one, -1, is not to be counted."""
+    order = list(keys)
+    for index in range(-1, rounds):
+        shift = index % len(order)
+        yield index, order[shift:] + order[:shift]
+
+
 def rotating(
     contenders: Mapping[Key, Callable[[int], object]],
     rounds: int,
@@ -49,11 +57,9 @@ def rotating(
     the processor's caches.
     """
     buffer = torch.zeros(EVICT_BYTES // 8, dtype=torch.int64) if cold else None
-    keys = list(contenders)
-    samples: dict[Key, list[float]] = {key: [] for key in keys}
-    for index in range(-1, rounds):
-        shift = index % len(keys)
-        for key in keys[shift:] + keys[:shift]:
+    samples: dict[Key, list[float]] = {key: [] for key in contenders}
+    for index, order in in_turn(contenders, rounds):
+        for key in order:
             if buffer is not None:
                 buffer.add_(1)
                 buffer.sum()
