@@ -174,7 +174,7 @@ def test_partials_of_different_queries_do_not_add():
     assert not bool(valid[:, :, 1].any())
     assert bool(out[:, :, 1].isnan().all())
     assert bool(lse[:, 1].isnan().all())
-    right = [0, 2, 3]
+    right = [2, 3]  # of the other KV head: what is read of a key is decided by all its rows together
     good = finish(add_partials(partial_attention(q, there, 0, 320), partial_attention(q, there, 320, 700)))
     assert_same_bytes(out[:, :, right].cpu(), good[0][:, :, right].cpu())
 
