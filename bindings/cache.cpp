@@ -33,18 +33,22 @@ void read(Tensor storage, Ints layout, Tensor block_table, Tensor cu_seqlens, Te
 }
 
 void prefill(Tensor storage, Ints layout, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor block_table,
-             Tensor seqlens, OptionalTensor sinks, double softmax_scale, int64_t window_left, Tensor out, Tensor lse) {
-  prefill_attention(storage_of(layout, storage),
-                    {.q = view(q, "q"),
-                     .k = view(k, "k"),
-                     .v = view(v, "v"),
-                     .cu_seqlens = view(cu_seqlens, "cu_seqlens"),
-                     .block_table = view(block_table, "block_table"),
-                     .seqlens = view(seqlens, "seqlens"),
-                     .sinks = view(sinks, "sinks"),
-                     .softmax_scale = softmax_scale,
-                     .window_left = window_left},
-                    view(out, "out"), view(lse, "lse"));
+             Tensor seqlens, OptionalTensor sinks, double softmax_scale, int64_t window_left, int64_t cached_keys,
+             Tensor out, Tensor lse) {
+  const CacheStorage cache = storage_of(layout, storage);
+  const PrefillArgs args{.q = view(q, "q"),
+                         .k = view(k, "k"),
+                         .v = view(v, "v"),
+                         .cu_seqlens = view(cu_seqlens, "cu_seqlens"),
+                         .block_table = view(block_table, "block_table"),
+                         .seqlens = view(seqlens, "seqlens"),
+                         .sinks = view(sinks, "sinks"),
+                         .softmax_scale = softmax_scale,
+                         .window_left = window_left,
+                         .cached_keys = cached_keys};
+  const TensorView result = view(out, "out"), log_sums = view(lse, "lse");
+  const Launching where(cache.storage, [&] { return prefill_attention_workspace(cache, args, result, log_sums); });
+  prefill_attention(cache, args, result, log_sums, where.launch());
 }
 
 /// numbers: n_heads, batch, max_len, num_pages, window_left. depth is +inf where every V is read.

@@ -34,6 +34,7 @@ struct PrefillArgs {
   TensorView sinks;          ///< optional (H,) f32
   double softmax_scale = 0;  ///< 0 stands for 1/sqrt(D)
   int64_t window_left = -1;  ///< keys before its own that a row sees; -1: all
+  int64_t cached_keys = -1;  ///< at least as many as all requests hold between them; -1: what block_table has room for
 };
 
 /// Causal attention of the chunk over the cached keys (at their finest reading) and the chunk's own (as given).

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 
 #include "fold/cache_layout.h"
 #include "fold/tensor.h"
@@ -32,9 +33,9 @@ struct DecodeArgs {
   TensorView depth;   ///< optional f32, shape broadcastable to (B, T, H) by strides; log2 of the row's mass; +inf reads
                       ///< every V. Default +inf
   TensorView sinks;   ///< optional (H,) f32: one extra logit per head (natural log), in the denominator only
-  double softmax_scale = 0;      ///< 0 stands for 1/sqrt(D)
-  int64_t window_left = -1;      ///< keys before its own that a row sees; -1: all
-  int splits = 0;                ///< work splits per request and KV head, 0: chosen; changes no bits
+  double softmax_scale = 0;              ///< 0 stands for 1/sqrt(D)
+  std::optional<int64_t> window_left{};  ///< keys before its own that a row sees; -1, and the default: all
+  int splits = 0;                        ///< work splits per request and KV head, 0: chosen; changes no bits
   const float* gates = nullptr;  ///< fitting only: 5 gates used instead of the depth's (K.l, K.b, V.h, V.l, V.b)
   float reference_shift = 0;     ///< testing only: added to every sampled reference
 };

@@ -1,7 +1,6 @@
 #pragma once
 #include <limits>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -10,6 +9,10 @@
 #include "fold/page_table.h"
 
 namespace fold {
+
+namespace api {
+class CacheMemory;
+}
 
 /// What a cache is made of. Calls may override depth, sinks, softmax_scale and window_left.
 struct KVCacheOptions {
@@ -22,23 +25,37 @@ struct KVCacheOptions {
   double softmax_scale = 0;                              ///< 0 stands for 1/sqrt(head_dim)
   int64_t window_left = -1;                              ///< keys before its own that a row sees; -1: all
   std::vector<float> sinks{};                            ///< (n_heads,) natural log, or empty
+  Device device = Device::cpu;                           ///< where the pages lie
+  int device_index = 0;
 };
 
-/// A pool of pages and the requests that live in it. Memory is committed as pages are first written.
+/// A pool of pages and the requests that live in it. On the CPU memory is committed as pages are first written.
 ///
 /// `ids` names the requests of a call, in order; without it a call takes all of them, in the order of their addition.
 /// B = number of requests of the call, T = query tokens each, H = n_heads, HK = n_kv_heads, D = head_dim. In `call`,
 /// block_table and seqlens are filled in by the cache, and depth, sinks, softmax_scale and window_left are the cache's
 /// where they are not given. Every call throws fold::Error before it changes anything. Not safe for concurrent use.
+///
+/// Tensors lie where the cache does, but for cu_seqlens and q_lens, which the page table has to know: they are always
+/// the host's. On a CUDA device calls run on one stream and wait for nothing but in save(); the tables travel with the
+/// launches, so a captured graph would keep those of its capture: capture fold::decode_step on tables of your own.
 class FOLD_API KVCache {
  public:
   using Ids = std::span<const int64_t>;
 
   explicit KVCache(const KVCacheOptions& options);
-  static KVCache load(const std::string& path);
+  KVCache(KVCache&&) noexcept;
+  KVCache& operator=(KVCache&&) noexcept;
+  ~KVCache();
+
+  static KVCache load(const std::string& path, Device device = Device::cpu, int device_index = 0);
 
   /// Writes the requests' pages (once where shared), lengths and options as safetensors.
   void save(const std::string& path) const;
+
+  /// The stream (cudaStream_t) of all later calls, at first the device's default stream. It outlives the cache, or the
+  /// next set_stream(); who changes streams has the new one wait for the old one.
+  void set_stream(void* stream);
 
   int64_t add_request() { return table_.add_request(); }
   void free_request(int64_t id) { table_.free_request(id); }
@@ -51,7 +68,7 @@ class FOLD_API KVCache {
   void write_prompt(const TensorView& k, const TensorView& v, const TensorView& cu_seqlens, Ids ids = {});
 
   /// The same, and the causal attention of the tokens over what is cached and themselves: q, out (T_total, H, D); lse
-  /// (H, T_total) f32 or undefined.
+  /// (H, T_total) f32 or undefined. On a CUDA device: head dim 64 or 128, bf16 or fp16.
   void prefill(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& cu_seqlens,
                const TensorView& out, const TensorView& lse = {}, Ids ids = {});
 
@@ -74,19 +91,17 @@ class FOLD_API KVCache {
 
  private:
   struct Tables;
-  struct Free {
-    void operator()(void* p) const;
-  };
-  Tables tables(const PageTable& table, Ids ids) const;
-  DecodeArgs complete(const DecodeArgs& call, const Tables& tables) const;
+  std::vector<int64_t> chosen(Ids ids) const;
+  Tables tables(const std::vector<int64_t>& ids, const PageTable& pages, std::span<const int32_t> counts = {}) const;
+  /// The call as the operations take it, all but its tables; checked as far as the cache alone can.
+  DecodeArgs checked(const DecodeArgs& call, size_t requests) const;
+  DecodeArgs complete(DecodeArgs call, const Tables& tables) const;
   /// A copy of the table that has room for the tokens; shared pages that they touch have been copied in the storage.
   PageTable extended(const std::vector<int64_t>& ids, const std::vector<int64_t>& tokens) const;
 
   KVCacheOptions options_;
-  PageSections sections_;
   PageTable table_;
-  std::unique_ptr<void, Free> memory_;
-  uint8_t* pages_;  // (num_pages, sections_.bytes)
+  std::unique_ptr<api::CacheMemory> memory_;
 };
 
 }  // namespace fold

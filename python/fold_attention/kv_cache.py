@@ -204,14 +204,13 @@ class FoldKVCache:
         The prompt's own keys enter as given, cached ones as they were stored; every V is read, whatever the depth.
 
         Args:
-            q: (tokens, n_heads, head_dim), or (batch, tokens, n_heads, head_dim) without cu_seqlens.
+            q: (tokens, n_heads, head_dim), or (batch, tokens, n_heads, head_dim) without cu_seqlens. On a GPU: bfloat16
+                or float16, head_dim 64 or 128, and every row starts at a multiple of 16 bytes.
             k, v: as for `write_prompt`, dtype of q.
 
         Returns:
             out, shape and dtype of q; with `return_lse` also lse (n_heads, tokens of all) float32, natural log.
         """
-        if self.device.type != "cpu":
-            raise bad_type("device of prefill", self.device, "supported: cpu; write_prompt stores a prompt anywhere")
         requests = self._chosen(ids)
         require_device(self, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         require_tensor("q", q)
@@ -223,9 +222,8 @@ class FoldKVCache:
         self._table.extend(requests, tokens)  # raises where there is no room
         out, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         scale = 0.0 if self.softmax_scale is None else self.softmax_scale
-        lib.prefill_attention(
-            self.storage, self.layout, q, k, v, starts, *self.tables(ids), self.sinks, scale, self.window_left, out, lse
-        )
+        options = (self.sinks, scale, self.window_left, self._held(requests))
+        lib.prefill_attention(self.storage, self.layout, q, k, v, starts, *self.tables(ids), *options, out, lse)
         self.write_prompt(k, v, starts, ids)
         return (out.view(shape), lse) if return_lse else out.view(shape)
 
@@ -307,6 +305,11 @@ class FoldKVCache:
         if not isinstance(ids, (Sequence, Tensor)) or isinstance(ids, str):
             raise bad_type("ids", type(ids).__name__, "allowed: None or a sequence of requests")
         return [whole("request", request) for request in ids]
+
+    def _held(self, requests: Sequence[int]) -> int:
+        """Keys that these requests hold between them."""
+        held = dict(zip(self._requests, self.lengths, strict=True))
+        return sum(held[request] for request in requests)
 
     def _options(self, batch: int, num_pages: int) -> tuple[list[int], float, float, Tensor | None]:
         numbers = [self.n_heads, batch, self.max_len, num_pages, self.window_left]

@@ -46,6 +46,19 @@ void require_tree_nodes(int64_t nodes) {
   if (nodes < 0 || nodes > 64) fail_value("tree nodes", std::to_string(nodes), "at most 64");
 }
 
+void check_cu_seqlens(const int32_t* cu, int64_t batch, int64_t tokens) {
+  const auto at = [](int64_t i) { return "cu_seqlens[" + std::to_string(i) + "]"; };
+  if (cu[0] != 0) fail_value(at(0), std::to_string(cu[0]), "must be 0");
+  for (int64_t i = 1; i <= batch; ++i) {
+    if (cu[i] < cu[i - 1]) {
+      fail_value(at(i), std::to_string(cu[i]), "must not be below " + at(i - 1) + "=" + std::to_string(cu[i - 1]));
+    }
+  }
+  if (cu[batch] > tokens) {
+    fail_value(at(batch), std::to_string(cu[batch]), "at most the tokens of k, " + std::to_string(tokens));
+  }
+}
+
 void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages, int64_t keys,
                    int64_t first_key) {
   const int64_t needed = (keys + cache.layout.page_size - 1) / cache.layout.page_size;

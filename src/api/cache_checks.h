@@ -16,6 +16,9 @@ float log2_scale(double softmax_scale, int64_t head_dim);
 /// A draft tree has at most 64 nodes.
 void require_tree_nodes(int64_t nodes);
 
+/// cu (batch + 1,) starts at 0, does not decrease, and ends within the tokens of k.
+void check_cu_seqlens(const int32_t* cu, int64_t batch, int64_t tokens);
+
 /// Every page of a request's keys [first_key, keys) must exist in the pool. table: the request's row of the block
 /// table.
 void require_pages(const plan::CacheView& cache, int64_t request, const int32_t* table, int64_t max_pages, int64_t keys,

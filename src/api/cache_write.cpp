@@ -43,19 +43,6 @@ const T* vector_of(const char* name, const TensorView& x, DType dtype, int64_t s
   return x.as<const T>();
 }
 
-void check_cu_seqlens(const int32_t* cu, int64_t batch, int64_t tokens) {
-  if (cu[0] != 0) fail_value("cu_seqlens[0]", to_string(cu[0]), "must be 0");
-  for (int64_t i = 1; i <= batch; ++i) {
-    if (cu[i] < cu[i - 1]) {
-      fail_value(at("cu_seqlens", i), to_string(cu[i]),
-                 "must not be below " + at("cu_seqlens", i - 1) + "=" + to_string(cu[i - 1]));
-    }
-  }
-  if (cu[batch] > tokens) {
-    fail_value(at("cu_seqlens", batch), to_string(cu[batch]), "at most the tokens of k, " + to_string(tokens));
-  }
-}
-
 /// Tokens of a request that are not padding.
 int64_t real_tokens(const plan::CacheWriteParams& p, int64_t b) {
   if (p.slot_mapping == nullptr) return p.cu_seqlens[b + 1] - p.cu_seqlens[b];
@@ -179,7 +166,7 @@ void cache_write(const CacheStorage& cache, const CacheWriteArgs& args) { cache_
 void cache_write(const CacheStorage& cache, const CacheWriteArgs& args, const Launch& launch) {
   const Call call(cache, args);
   if (call.place.device == Device::cpu) {
-    check_cu_seqlens(call.params.cu_seqlens, call.params.batch, call.bounds.tokens);
+    api::check_cu_seqlens(call.params.cu_seqlens, call.params.batch, call.bounds.tokens);
     check_requests(call.params, call.bounds.max_pages);
     return cpu::cache_write(call.params);
   }

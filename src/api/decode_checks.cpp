@@ -113,9 +113,9 @@ plan::DecodeParams shaped_decode(const CacheStorage& cache, const DecodeArgs& ar
   if (args.depth.defined()) broadcast_depth(args.depth, p);
 
   p.qk_scale = log2_scale(args.softmax_scale, cache.layout.head_dim);
-  if (args.window_left < -1) fail_value("window_left", std::to_string(args.window_left), "-1 (all keys) or more");
+  p.window_left = args.window_left.value_or(-1);
+  if (p.window_left < -1) fail_value("window_left", std::to_string(p.window_left), "-1 (all keys) or more");
   if (args.splits < 0) fail_value("splits", std::to_string(args.splits), "at least 0");
-  p.window_left = args.window_left;
   p.splits = args.splits;
   p.gates = args.gates;
   p.reference_shift = args.reference_shift;

@@ -2,9 +2,11 @@
 #include "cuda/attention/forward.h"
 #include "cuda/cache/cache_read.h"
 #include "cuda/cache/cache_write.h"
+#include "cuda/cache/prefill_keys.h"
 #include "cuda/cache/step_tables.h"
 #include "cuda/decode/decode.h"
 #include "cuda/launch.h"
+#include "cuda/memory/memory.h"
 #include "cuda/partials/partials.h"
 #include "plan/backend.h"
 
@@ -88,6 +90,33 @@ const char* run_attention_backward(const plan::BackwardParams& params, const pla
                  [&] { attention_backward(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
 }
 
+cudaStream_t stream_of(const plan::LaunchParams& launch) { return static_cast<cudaStream_t>(launch.stream); }
+
+const char* run_allocate(int64_t bytes, void** memory, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { *memory = allocate(bytes, stream_of(launch)); });
+}
+
+const char* run_release(void* memory, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { release(memory, stream_of(launch)); });
+}
+
+const char* run_clear(void* memory, int64_t bytes, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { clear(memory, bytes, stream_of(launch)); });
+}
+
+const char* run_copy(void* to, const void* from, int64_t bytes, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { copy(to, from, bytes, stream_of(launch)); });
+}
+
+const char* run_wait(const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { wait(stream_of(launch)); });
+}
+
+const char* run_set_words(int32_t* words, const plan::WordChange* changes, int64_t count,
+                          const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { set_words(words, changes, count, stream_of(launch)); });
+}
+
 constexpr plan::Backend kBackend = {
     .version = plan::kBackendVersion,
     .unavailable = unavailable,
@@ -99,10 +128,17 @@ constexpr plan::Backend kBackend = {
     .finish = run_without_workspace<finish, plan::FinishParams>,
     .cache_read = run_without_workspace<cache_read, plan::CacheReadParams>,
     .step_tables = run_without_workspace<step_tables, plan::StepParams>,
+    .prefill_keys = run_without_workspace<prefill_keys, plan::PrefillKeysParams>,
     .attention_forward_workspace = attention_forward_workspace,
     .attention_forward = run_attention_forward,
     .attention_backward_workspace = attention_backward_workspace,
     .attention_backward = run_attention_backward,
+    .allocate = run_allocate,
+    .release = run_release,
+    .clear = run_clear,
+    .copy = run_copy,
+    .wait = run_wait,
+    .set_words = run_set_words,
 };
 
 }  // namespace

@@ -66,10 +66,12 @@ std::vector<std::vector<uint8_t>> contents(const KVCache& cache) {
   return all;
 }
 
-std::vector<float> attend(const KVCache& cache, Rows& q, int64_t batch, std::span<const int64_t> ids = {}) {
+std::vector<float> attend(const KVCache& cache, Rows& q, int64_t batch, std::span<const int64_t> ids = {},
+                          std::optional<int64_t> window_left = {}) {
   std::vector<float> out(q.values.size());
   fold::DecodeArgs call;
   call.q = q.tokens(batch);
+  call.window_left = window_left;
   fold::DecodeResults results;
   results.out = TensorView(out.data(), DType::f32, {batch, q.n / batch, kHeads, kDim});
   cache.attend(call, results, ids);
@@ -173,6 +175,18 @@ TEST(KVCache, PartialsOfHalvesFinishToTheWhole) {
   EXPECT_EQ(out, attend(cache, q, 2));
 }
 
+TEST(KVCache, ACallsWindowTakesThePlaceOfTheCaches) {
+  KVCacheOptions options = small_options(), narrow = options;
+  narrow.window_left = 30;
+  KVCache all(options), some(narrow);
+  Rows k(400, kKvHeads, 1), v(400, kKvHeads, 2), q(2, kHeads, 3);
+  for (KVCache* cache : {&all, &some}) cache->append(k.view(), v.view());
+  EXPECT_NE(attend(all, q, 2), attend(some, q, 2));
+  EXPECT_EQ(attend(all, q, 2, {}, 30), attend(some, q, 2));
+  EXPECT_EQ(attend(all, q, 2), attend(some, q, 2, {}, -1));
+  EXPECT_EQ(attend(all, q, 2, {}, 0), attend(some, q, 2, {}, 0));
+}
+
 TEST(KVCache, SavedAndLoadedIsTheSame) {
   const std::string path = (std::filesystem::temp_directory_path() / "fold_test_kv_cache.safetensors").string();
   KVCacheOptions options = small_options();
@@ -228,7 +242,7 @@ TEST(KVCache, ARefusedCallChangesNothing) {
   refuse("v.shape", [&] { cache.decode(call, row, wide.view(0, 1), results, one); });
   refuse("k.shape", [&] { cache.append(k.view(0, 2), v.view(0, 2)); });
   refuse("request", [&] { cache.append(row, row, {&foreign, 1}); });
-  refuse("tokens", [&] {
+  refuse("cu_seqlens[2]", [&] {
     cache.write_prompt(k.view(), v.view(), ints(falling), std::vector<int64_t>{parent, parent + 1});
   });
   refuse("cu_seqlens[0]", [&] {
@@ -298,6 +312,7 @@ TEST(KVCache, RefusesOptionsThatCannotBe) {
   refuse("softmax_scale", [](auto& o) { o.softmax_scale = 1e300; });
   refuse("window_left", [](auto& o) { o.window_left = -2; });
   refuse("sinks", [](auto& o) { o.sinks = {1}; });
+  refuse("device", [](auto& o) { o.device = fold::Device::cuda, o.device_index = 99; });
 }
 
 TEST(KVCache, PoolsAreCommittedAsTheyAreUsed) {

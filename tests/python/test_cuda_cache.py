@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_reference import assert_same_bytes
-from cache_testing import HUGE_PAGE, layer, starts
+from attention_reference import assert_same_bytes, assert_within, attention
+from cache_testing import HUGE_PAGE, exact, layer, starts
 from torch import Tensor
 
 from fold_attention import (
@@ -16,6 +16,7 @@ from fold_attention import (
     add_partials,
     decode_ops,
     finish,
+    fold_attn_varlen_func,
     fold_attn_with_kvcache,
     partial_attention,
     supports,
@@ -268,4 +269,86 @@ def test_pages_that_do_not_exist_are_no_pages():
         assert bool((lse[1] == -torch.inf).all())
         row = [x[1:2, :2].contiguous().to(GPU) for x in (layers[1][1], layers[1][2])]
         decode_ops.cache_write(there.storage, there.layout, *row, table[1:2], lengths[1:2], starts([1]).to(GPU), None)
+        assert torch.equal(there.storage, before)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (200, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_prefill_in_chunks(dim, dtype, window):
+    """The bits of attention over what is cached and the chunk's own keys, the CPU's pages, and the accuracy rule."""
+    lengths, sinks = [900, 0, 517], torch.randn(4)
+    layers = [layer(max(n, 1), dim=dim, seed=n, dtype=dtype) for n in lengths]
+    options: dict[str, Any] = {"window_size": window, "sinks": sinks}
+    here, there = (FoldKVCache(3, 4, 2, dim, 900, device=device, **options) for device in ("cpu", GPU))
+    chunks: list[list[Tensor]] = [[], [], []]
+    for sizes in ([64, 0, 1], [1, 0, 255], [535, 0, 0], [300, 0, 261]):
+        held = there.lengths
+        parts = [[x[i][a : a + n] for x, a, n in zip(layers, held, sizes, strict=True)] for i in range(3)]
+        q, k, v = map(torch.cat, parts)
+        keys, values = (
+            torch.cat([rows for pair in zip(cached.split(held), own, strict=True) for rows in pair]).to(GPU)
+            for cached, own in zip(here.read(dtype=dtype), parts[1:], strict=True)
+        )
+        cu_seqlens = starts(sizes).to(GPU)
+        out, lse = there.prefill(q.to(GPU), k.to(GPU), v.to(GPU), cu_seqlens, return_lse=True)
+        expected = fold_attn_varlen_func(
+            q.to(GPU),
+            keys,
+            values,
+            cu_seqlens,
+            starts(there.lengths).to(GPU),
+            causal=True,
+            window_size=window,
+            sinks=sinks.to(GPU),
+            return_lse=True,
+        )
+        for got, want in zip((out, lse), expected, strict=True):
+            assert_same_bytes(got.cpu(), want.cpu(), f"{sizes}")
+        here.write_prompt(k, v, starts(sizes))
+        same(here.storage, there.storage, f"{sizes}")
+        for chunk, part in zip(chunks, out.cpu().split(sizes), strict=True):
+            chunk.append(part)
+    assert there.lengths == lengths
+    for n, (q, k, v), chunk in zip(lengths, layers, chunks, strict=True):
+        if n == 0:
+            continue
+        reference, _ = exact(q, k, v, window=window, sinks=sinks)
+        ordinary, _ = attention(q[None], k[None], v[None], causal=True, window=window, sinks=sinks)
+        assert_within(1.1, torch.cat(chunk), ordinary[0], reference, f"{n} keys")
+
+
+def test_prefill_of_some_requests():
+    """In the caller's order, as (batch, tokens, heads, dim), into pages that a fork shares."""
+    layers = [layer(200, seed=i, dtype=torch.bfloat16) for i in range(2)]
+    here, there = both((200, 150), layers, room=100)
+    new = [layer(40, seed=9 + i, dtype=torch.bfloat16) for i in range(2)]
+    q, k, v = (torch.stack([x[i] for x in new]) for i in range(3))
+    outs = []
+    for cache in (here, there):
+        child = cache.fork(cache.requests[0], 190)
+        rows = [x.to(cache.device) for x in (q, k, v)]
+        outs.append(cache.prefill(rows[0], rows[1], rows[2], ids=[child, cache.requests[1]]).cpu())
+    assert here.lengths == there.lengths == [200, 190, 230]
+    same(here.storage, there.storage)
+    same(here.read(), there.read())
+    for b, n in enumerate((190, 150)):
+        rows = [torch.cat([layers[b][i][:n], new[b][i]]) for i in range(3)]
+        ordinary, _ = attention(*(x[None] for x in rows), causal=True)
+        reference, _ = exact(rows[0], rows[1], rows[2])
+        for out, where in zip(outs, ("CPU", "GPU"), strict=True):
+            assert_within(1.1, out[b], ordinary[0, n:], reference[n:], f"request {b}, {where}")
+
+
+def test_prefills_that_are_not_supported_change_nothing():
+    for dim, dtype, error, text in (
+        (64, torch.float32, TypeError, "q.dtype=float32; supported: bfloat16, float16"),
+        (256, torch.bfloat16, ValueError, "head_dim=256; supported on cuda: 64, 96, 128"),
+    ):
+        layers = [layer(100, dim=dim, dtype=dtype)]
+        _, there = both((90,), layers, room=10)
+        before = there.storage.clone()
+        with pytest.raises(error, match=text.replace(".", r"\.")):
+            there.prefill(*(x[None, 90:].to(GPU) for x in layers[0]))
+        assert there.lengths == [90]
         assert torch.equal(there.storage, before)
