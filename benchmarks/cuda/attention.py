@@ -1,30 +1,34 @@
-"""Training attention on a GPU, forward and backward, beside torch and FlashAttention-4 in one run.
+"""Training attention on a GPU, forward and backward, beside other kernels in one run.
 
-    python benchmarks/cuda/attention.py --json attention.json
+    python benchmarks/cuda/attention.py --published DIR --json attention.json --plot attention.png
 
-Each contender's forward, and its forward with its backward, is a captured CUDA graph; the backward is their difference.
-Before every replay the L2 is emptied; contenders run in turn, each round starting with another one. TFLOP/s counts the
-two products of the forward and the five of the backward over the pairs that are seen (half of them if causal). torch is
-`scaled_dot_product_attention` with its cuDNN kernels.
-FlashAttention-4 is left out where it is not installed.
+A contender's forward and its backward are captured CUDA graphs. Before each replay the L2 is emptied by writing 256 MB
+and then reading other 256 MB; contenders run in turn, each round starting with another one. TFLOP/s counts the two
+products of the forward and the five of the backward over the pairs that are seen (half of them if causal). Errors are
+against fp64 on sequence 0 and KV head 0. Peers that are not installed are left out: FlashAttention-4 is `flash-attn-4`;
+DIR is where `pip install --target DIR fold-attention` put the implementation of that name, whose forward is
+FlashAttention-4's; torch is `scaled_dot_product_attention` with its cuDNN kernels, which take no packed sequences.
 """
 
-import importlib
-import json as json_text
-from collections.abc import Callable, Iterator
+import functools
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import attention_problem
+import peers
 import torch
-import torch.nn.functional as F
 import typer
+from attention_peers import Contender, contenders
+from attention_plot import plot_rows
+from attention_problem import Problem
 from device_timing import Captured, rotating
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from side_by_side import measured
 
-from fold_attention import fold_attn_func
+from fold_attention.cli import options, report
+from fold_attention.cli.problems import relative_error
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHAPES = (
     "B1 S8192 H32/32 D128",
     "B1 S8192 H32/8 D128",
@@ -35,89 +39,111 @@ SHAPES = (
     "B1 S2048 H8/2 D128",
     "B8 S2048 H32/32 D128",
     "B1 S8192 H16/16 D128",
+    "B1 S8192 H32/32 D128 full",
+    "B4 S4096 H32/32 D64 full",
+    "B1 S32768 H32/8 D128 packed",
 )
+PRODUCTS = {"forward": 2, "backward": 5}
 
 
-def fold(causal: bool) -> Attention:
-    return lambda q, k, v: fold_attn_func(q, k, v, causal=causal)
+def work(shape: str, rounds: int, published: Path | None) -> Iterator[list[Any]]:
+    """For `measured`: the contenders of one shape."""
+    problem = attention_problem.make(shape)
+    reference = attention_problem.expected(problem)
+    graphs: dict[tuple[str, str], Captured] = {}
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for contender in contenders(problem, published):
+        try:
+            captured, errors = _captured(contender, problem, reference, stream)
+        except Exception as error:
+            failures.append(f"{contender.name}: {type(error).__name__}: {error}")
+            continue
+        graphs |= {(contender.name, direction): graph for direction, graph in captured.items()}
+        rows.append({"name": contender.name, "deterministic": contender.deterministic, "errors": errors})
+    yield failures
+    times = rotating(graphs, rounds)
+    for row in rows:
+        for direction, products in PRODUCTS.items():
+            if (timing := times.get((row["name"], direction))) is not None:
+                row[direction] = timing.json() | {"tflops": products * problem.product / timing.median * 1e-6}
+    yield rows
 
 
-def torch_cudnn(causal: bool) -> Attention:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-            grouped = q.shape[2] != k.shape[2]
-            return F.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
-
-    return attend
-
-
-def flash_attention_4(causal: bool, deterministic: bool) -> Attention:
-    function = importlib.import_module("flash_attn.cute").flash_attn_func
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = function(q, k, v, causal=causal, deterministic=deterministic)
-        return result[0] if isinstance(result, tuple) else result
-
-    return attend
-
-
-def contenders(causal: bool) -> Iterator[tuple[str, Attention]]:
-    yield "fold", fold(causal)
-    yield "torch, cuDNN", torch_cudnn(causal)
-    try:
-        for deterministic in (False, True):
-            name = "FlashAttention-4" + (", deterministic" if deterministic else "")
-            yield name, flash_attention_4(causal, deterministic)
-    except ImportError:
-        return
-
-
-def measure(shape: str, causal: bool, rounds: int) -> list[dict[str, Any]]:
-    batch, rows, heads, dim = (word[1:] for word in shape.split())
-    q_heads, kv_heads = (int(n) for n in heads.split("/"))
-    b, s, d = int(batch), int(rows), int(dim)
-    sizes = (q_heads, kv_heads, kv_heads, q_heads)
-    q, k, v, dout = (torch.randn(b, s, h, d, dtype=torch.bfloat16, device="cuda") for h in sizes)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    graphs: dict[tuple[str, bool], Captured] = {}
-    for name, attend in contenders(causal):
+def _captured(
+    contender: Contender, problem: Problem, reference: dict[str, torch.Tensor], stream: torch.cuda.Stream
+) -> tuple[dict[str, Captured], dict[str, float]]:
+    """Graphs by direction, and errors of what they compute."""
+    graphs = {}
+    if contender.forward:
         with torch.no_grad():
-            graphs[name, False] = Captured(lambda attend=attend: attend(q, k, v))
-        graphs[name, True] = Captured(lambda attend=attend: torch.autograd.grad(attend(q, k, v), leaves, dout))
-    product = 2.0 * b * q_heads * s * s * d * (0.5 if causal else 1)
-    timings = rotating(graphs, rounds)
-    results = []
-    for name in dict.fromkeys(name for name, _ in graphs):
-        forward, both = timings[name, False].median, timings[name, True].median
-        for direction, microseconds, products in (("forward", forward, 2), ("backward", both - forward, 5)):
-            tflops = products * product / microseconds / 1e6
-            what = f"{shape} {'causal' if causal else 'full'} {direction} {name}"
-            print(f"{what}: {microseconds:.1f} us, {tflops:.0f} TFLOP/s")
-            results.append(
-                {
-                    "shape": shape,
-                    "causal": causal,
-                    "contender": name,
-                    "direction": direction,
-                    "us": microseconds,
-                    "tflops": tflops,
-                }
-            )
-    return results
+            graphs["forward"] = Captured(contender.run, stream)
+    with torch.cuda.stream(stream):
+        out = contender.run()
+    gradient = functools.partial(torch.autograd.grad, out, problem.leaves, problem.dout, retain_graph=True)
+    graphs["backward"] = Captured(gradient, stream)
+    graphs["backward"].replay()
+    results = zip(reference.items(), (out, *graphs["backward"].result), strict=True)
+    return graphs, {name: relative_error(attention_problem.first(problem, x), exact) for (name, exact), x in results}
+
+
+def show(shape: str, rows: list[dict[str, Any]]) -> None:
+    lines = [
+        [
+            row["name"],
+            *(
+                text
+                for direction in PRODUCTS
+                for text in (
+                    (f"{row[direction]['median_us']:,.1f}", f"{row[direction]['tflops']:.0f}")
+                    if direction in row
+                    else ("", "")
+                )
+            ),
+            *(f"{error:.2e}" for error in row["errors"].values()),
+        ]
+        for row in rows
+    ]
+    errors = [f"error {name}" for name in rows[0]["errors"]]
+    report.show(shape, ("", "forward µs", "TFLOP/s", "backward µs", "TFLOP/s", *errors), lines)
 
 
 def main(
-    shapes: Annotated[list[str] | None, typer.Option("--shape", help="B.. S.. H../.. D..; may be repeated.")] = None,
-    causal: Annotated[bool, typer.Option(help="A query sees keys up to its own.")] = True,
-    rounds: Annotated[int, typer.Option(min=2)] = 15,
-    json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="As in 'B1 S8192 H32/8 D128', then causal, full or packed. Repeatable.")
+    ] = None,
+    published: Annotated[Path | None, typer.Option(help="Where fold-attention of PyPI was installed to.")] = None,
+    rounds: options.Rounds = 15,
+    jobs: Annotated[int, typer.Option(help="Shapes prepared side by side.", min=1)] = 3,
+    json: options.Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the throughput here.")] = None,
 ) -> None:
-    """Times every shape and prints a line for each contender and direction."""
-    results = [line for shape in shapes or SHAPES for line in measure(shape, causal, rounds)]
-    if json is not None:
-        report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-        json.write_text(json_text.dumps(report, indent=1))
+    """Time the forward and backward of this library and of its peers on the current GPU."""
+    tasks = {text: (text, rounds, published) for text in shape or SHAPES}
+    results: dict[str, list[dict[str, Any]]] = {}
+    problems: list[str] = []
+    for name, rows, met in measured(work, tasks, jobs):
+        problems += met
+        if rows:
+            results[name] = rows
+            show(name, rows)
+    if json:
+        about = report.provenance() | {
+            "command": " ".join(["benchmarks/cuda/attention.py", *report.provenance()["command"].split()[1:]]),
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "peers": peers.versions(published),
+        }
+        shapes = [{"shape": name, "rows": rows} for name, rows in results.items()]
+        report.write_json(json, {"provenance": about, "shapes": shapes})
+    if plot and results:
+        plot_rows(plot, results)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

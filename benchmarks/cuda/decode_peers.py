@@ -4,9 +4,6 @@ A step appends one key and value to every request and attends over all, in one c
 heads, HK KV heads, D head dim, L keys of a request, the new one included.
 """
 
-import functools
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from peers import published_package
 from torch import Tensor
 
 from fold_attention import FoldKVCache
@@ -29,7 +27,7 @@ class Contender:
 
     name: str
     run: Callable[[], Tensor]  # (B, H, D)
-    bytes_read: Callable[[], int]  # cache bytes that the step needs, once it has run
+    counts: Callable[[], dict[str, int]]  # once it has run; at least "bytes" of the cache, which the step needs
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,31 +89,14 @@ def fold(step: Step, bits: int | tuple[int, int], tail: bool, depths: list[float
         def run(depth: float | None = depth, **options: Any) -> Any:
             return cache.decode(step.q, k, v, block_table=block_table, cache_seqlens=before, depth=depth, **options)
 
-        def bytes_read(run: Callable[..., Any] = run) -> int:
-            return int(run(return_info=True)[1]["bytes_read"].sum())
+        def counts(run: Callable[..., Any] = run) -> dict[str, int]:
+            info = run(return_info=True)[1]
+            return {"bytes": int(info["bytes_read"].sum()), "recomputed": int(info["recomputed"].sum())}
 
         text = "none" if depth is None else format(depth, "g")
         width = f"{k_bits} bits" if k_bits == v_bits else f"{k_bits}, {v_bits} bits"
         name = f"fold, {width}{'' if tail else ', no tail'}, depth {text}"
-        yield Contender(name, run, bytes_read, {"series": name.rsplit(",", 1)[0], "depth": depth})
-
-
-@functools.cache
-def published_package(directory: Path) -> ModuleType:
-    """The fold-attention of PyPI, which is imported under the name of this library too; here under another one.
-
-    directory: where pip installed it (--target).
-    """
-    init = directory / "fold_attention/__init__.py"
-    spec = importlib.util.spec_from_file_location(
-        "published_fold_attention", init, submodule_search_locations=[str(init.parent)]
-    )
-    if spec is None or spec.loader is None or not init.is_file():
-        raise ImportError(f"{directory}: no fold_attention in it")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+        yield Contender(name, run, counts, {"series": name.rsplit(",", 1)[0], "depth": depth})
 
 
 def published(step: Step, directory: Path, depth: float | None) -> list[Contender]:
@@ -130,14 +111,14 @@ def published(step: Step, directory: Path, depth: float | None) -> list[Contende
         out: Tensor = replay()[0]
         return out.view(step.q.shape)
 
-    def bytes_read() -> int:
+    def counts() -> dict[str, int]:
         # Of every key K's first plane and its scale, of some V (bf16) and K's second plane; a row a block for the tail.
         values, refined = replay()[2].long().sum(0).tolist()
         blocks = 0 if cache.tail is None else batch * kv_heads * -(-keys // 64)
-        return int(batch * kv_heads * keys * (dim + 2) + (values + blocks) * 2 * dim + refined * dim)
+        return {"bytes": batch * kv_heads * keys * (dim + 2) + (values + blocks) * 2 * dim + refined * dim}
 
     name = f"published, depth {'none' if depth is None else format(depth, 'g')}"
-    return [Contender(name, run, bytes_read, {"series": "published", "depth": depth})]
+    return [Contender(name, run, counts, {"series": "published", "depth": depth})]
 
 
 class PagedCache:
@@ -169,9 +150,9 @@ class PagedCache:
             kv_layout="HND",
         )
 
-    def bytes_read(self) -> int:
+    def counts(self) -> dict[str, int]:
         batch, kv_heads, keys, dim = self.step.problem.k.shape
-        return batch * kv_heads * keys * dim * 2 * self.dtype.itemsize
+        return {"bytes": batch * kv_heads * keys * dim * 2 * self.dtype.itemsize}
 
 
 def flashinfer_decode(step: Step, flashinfer: ModuleType, dtype: torch.dtype) -> list[Contender]:
@@ -206,7 +187,7 @@ def flashinfer_decode(step: Step, flashinfer: ModuleType, dtype: torch.dtype) ->
         return out
 
     name = "FlashInfer, bf16" if dtype == torch.bfloat16 else "FlashInfer, fp8 KV"
-    return [Contender(name, run, cache.bytes_read, {"series": name})]
+    return [Contender(name, run, cache.counts, {"series": name})]
 
 
 def xqa(step: Step, flashinfer: ModuleType) -> list[Contender]:
@@ -233,4 +214,4 @@ def xqa(step: Step, flashinfer: ModuleType) -> list[Contender]:
         )
         return out
 
-    return [Contender("XQA, bf16", run, cache.bytes_read, {"series": "XQA, bf16"})]
+    return [Contender("XQA, bf16", run, cache.counts, {"series": "XQA, bf16"})]

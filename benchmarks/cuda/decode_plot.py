@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import peers
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 COLUMNS = 3
 MARKERS = {"published": "s", "FlashInfer, bf16": "^", "FlashInfer, fp8 KV": "v", "XQA, bf16": "D"}
@@ -22,8 +24,14 @@ def plot_rows(path: Path, results: dict[str, list[dict[str, Any]]]) -> None:
             style = {"marker": "o", "markersize": 2.5, "linewidth": 1}
             if label in MARKERS:
                 style = {"marker": MARKERS[label], "color": f"C{5 + list(MARKERS).index(label)}", "linestyle": ":"}
-            (handles[label],) = axis.plot([x["error"] for x in points], [x["median_us"] for x in points], **style)
+            (handles[peers.label(label)],) = axis.plot(
+                [x["error"] for x in points], [x["median_us"] for x in points], **style
+            )
         axis.set(xscale="log", yscale="log", title=name, xlabel="error (vs fp64)", ylabel="µs a step")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter(ScalarFormatter())
+        axis.tick_params(axis="y", labelsize=8)
         axis.grid(visible=True, which="both", alpha=0.2)
     for axis in axes.flat[len(results) :]:
         axis.set_visible(False)

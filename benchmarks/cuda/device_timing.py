@@ -22,19 +22,22 @@ class Timing(timing.Timing):
 
 class Captured:
     """A graph of one call, which ran twice before: libraries are loaded, kernels compiled. A graph knows addresses
-    alone, so what the call holds stays alive with it."""
+    alone, so what the call holds stays alive with it.
 
-    def __init__(self, step: Callable[[], object]) -> None:
+    stream: where it is captured; a gradient has to be where its forward ran.
+    """
+
+    def __init__(self, step: Callable[[], object], stream: torch.cuda.Stream | None = None) -> None:
         self.step = step
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream = torch.cuda.Stream() if stream is None else stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             step()
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.result = step()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.result: Any = step()
 
     def replay(self) -> None:
         self.graph.replay()
