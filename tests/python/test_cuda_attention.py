@@ -7,57 +7,13 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_reference import assert_same_bytes, assert_within, attention, run
+from cuda_attention_testing import GPU, NAMES, dense, ends_of, needs_gpu, of_sequence, tensors, varlen
 
 from fold_attention import fold_attn_func, fold_attn_varlen_func, supports
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not supports("attention", device="cuda")[0], reason="no GPU, or no CUDA backend"
-)
-GPU = torch.device("cuda:0")
+pytestmark = needs_gpu
 ops = torch.ops.fold_attention
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
-
-
-def tensors(batch, sq, sk, heads, kv_heads, dim, dtype=torch.bfloat16):
-    """q, k, v and dout."""
-    sizes = ((sq, heads), (sk, kv_heads), (sk, kv_heads), (sq, heads))
-    return [torch.randn(batch, s, h, dim, dtype=dtype, device=GPU) for s, h in sizes]
-
-
-def library(q, k, v, *, sinks=None, scale=None, causal=False, window=(-1, -1)):
-    return fold_attn_func(q, k, v, softmax_scale=scale, causal=causal, window_size=window, sinks=sinks, return_lse=True)
-
-
-def sdpa(q, k, v, causal):
-    """torch's fused attention, which masks causally only where the lengths are equal."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(
-        1, 2
-    )
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 512, 512, 4, 2, 64), (1, 1021, 1021, 6, 6, 96), (1, 2048, 2048, 8, 2, 128), (3, 129, 129, 4, 1, 128)],
-    ids=str,
-)
-def test_errors_beside_torch(shape, dtype, causal):
-    """At most 1.05 times the error of torch's fused kernels, forward and gradients, on the same inputs."""
-    batch, sq, sk, heads, kv_heads, dim = shape
-    given = tensors(batch, sq, sk, heads, kv_heads, dim, dtype)
-    exact = run(attention, *(x.double() for x in given), causal=causal)
-    q, k, v = (x.detach().requires_grad_() for x in given[:3])
-    plain = sdpa(q, k, v, causal)
-    theirs = (plain.detach(), None, *torch.autograd.grad(plain, (q, k, v), given[3]))
-    ours = run(library, *given, causal=causal)
-    for name, got, other, want in zip(NAMES, ours, theirs, exact, strict=False):
-        if other is not None:
-            assert_within(1.05, got, other, want, name)
-    torch.testing.assert_close(ours[1].double(), exact[1], rtol=2**-21, atol=2**-21)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
@@ -82,7 +38,7 @@ def test_errors_of_masks_scales_and_sinks(dim, options, lengths):
     wide = {} if sinks is None else {"sinks": sinks.double()}
     exact = run(attention, *(x.double() for x in given), **wide, **options)
     plain = run(attention, *given, **with_sinks, **options)
-    ours = run(library, *given, **with_sinks, **options)
+    ours = run(dense, *given, **with_sinks, **options)
     for name, got, other, want in zip(NAMES, ours, plain, exact, strict=False):
         if name not in ("lse", "dsinks"):
             assert_within(1.05, got, other, want, name)
@@ -94,56 +50,31 @@ def test_error_of_the_sinks_gradient():
     sinks = torch.randn(256, device=GPU)
     exact = run(attention, *(x.double() for x in given), sinks=sinks.double(), causal=True)
     plain = run(attention, *given, sinks=sinks, causal=True)
-    assert_within(1.05, run(library, *given, sinks=sinks, causal=True)[5], plain[5], exact[5], "dsinks")
+    assert_within(1.05, run(dense, *given, sinks=sinks, causal=True)[5], plain[5], exact[5], "dsinks")
 
 
-def packed(lengths, heads=6, kv_heads=3, dim=128, behind=0):
+def packed(lengths, behind=0):
     """q, k, v, dout of sequences one behind the other, and cu_seqlens; `behind` more rows hold NaN."""
     total = sum(lengths) + behind
-    q, k, v, dout = (x[0] for x in tensors(1, total, total, heads, kv_heads, dim))
-    for x in (q, k, v, dout):
-        x[total - behind :] = torch.nan
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(GPU)
-    return q, k, v, dout, ends
+    given = [x[0] for x in tensors(1, total, total, 6, 3, 128)]
+    for x in given:
+        x[sum(lengths) :] = torch.nan
+    return *given, ends_of(lengths)
 
 
-def varlen(ends, **options):
-    return lambda q, k, v, sinks=None: fold_attn_varlen_func(q, k, v, ends, ends, return_lse=True, **options)
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "window_size": (90, 0)}], ids=str)
-def test_a_packed_sequence_has_the_bits_it_has_alone(dim, options):
-    """P2, gradients included: at every position, beside sequences of any length, and NaN behind the last."""
-    lengths = (1, 0, 129, 63, 300, 64, 1, 257, 0)
-    q, k, v, dout, ends = packed(lengths, dim=dim, behind=7)
-    results = run(varlen(ends, **options), q, k, v, dout)
-    window = options.get("window_size", (-1, -1))
-    for index, length in enumerate(lengths):
-        if length == 0:
-            continue
-        rows = slice(int(ends[index]), int(ends[index]) + length)
-        alone = run(
-            lambda *x, **o: library(*x, causal=options.get("causal", False), window=window),
-            *(x[None, rows] for x in (q, k, v, dout)),
-        )
-        for name, all_rows, one in zip(NAMES, results, alone, strict=False):
-            part = all_rows[:, rows] if name == "lse" else all_rows[rows]
-            assert_same_bytes(part, one[0], f"{name} of sequence {index}")
-    assert not results[0][sum(lengths) :].any()
-
-
-def test_a_sequence_in_a_batch_has_the_bits_it_has_alone_and_again():
-    """P2: 5 repeats, and each sequence on its own."""
-    given = tensors(7, 333, 333, 8, 2, 64)
-    all_of_them = run(library, *given, causal=True)
-    for _ in range(5):
-        for name, a, b in zip(NAMES, run(library, *given, causal=True), all_of_them, strict=False):
-            assert_same_bytes(a, b, name)
-    for index in range(7):
-        alone = run(library, *(x[index : index + 1] for x in given), causal=True)
-        for name, one, many in zip(NAMES, alone, all_of_them, strict=False):
-            assert_same_bytes(one[0], many[index], f"{name} of sequence {index}")
+def test_nothing_behind_the_last_sequence_is_read():
+    """FA#1745, FA#2374: its rows get zeros, and the others the bytes that they have without them."""
+    lengths = (1, 0, 129, 63, 300)
+    total = sum(lengths)
+    *given, ends = packed(lengths, behind=7)
+    with_more = run(varlen(ends, ends), *given, causal=True)
+    without = run(varlen(ends, ends), *(x[:total] for x in given), causal=True)
+    rows = slice(0, total)
+    for name, a, b in zip(NAMES, *(of_sequence(x, rows, rows) for x in (with_more, without)), strict=False):
+        assert_same_bytes(a, b, name)
+    for name in ("out", "dq", "dk", "dv"):
+        assert not with_more[NAMES.index(name)][total:].any(), name
+    assert (with_more[1][:, total:] == -torch.inf).all()
 
 
 def test_a_captured_step_serves_other_lengths():
@@ -177,7 +108,7 @@ def test_no_call_waits_for_the_device():
         with warnings.catch_warnings():  # that the mode does not see every way of waiting
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
-        run(varlen(ends, causal=True), q, k, v, dout)
+        run(varlen(ends, ends), q, k, v, dout, causal=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -212,7 +143,7 @@ def test_gradients_with_strides_that_are_no_rows():
 )
 def test_what_cannot_be_honoured_is_said(change, text):
     dim, dtype = change.get("dim", 64), change.get("dtype", torch.bfloat16)
-    q, k, v, _ = tensors(1, 8, 8, 2, 2, dim, dtype)
+    q, k, v, _ = tensors(1, 8, 8, 2, 2, dim, dtype=dtype)
     with pytest.raises((ValueError, TypeError), match=text):
         fold_attn_func(q, k, v)
     yes, reason = supports("attention", device="cuda", head_dim=dim, dtype=dtype)
