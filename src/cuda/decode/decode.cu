@@ -32,9 +32,9 @@ struct Summing<D, 0, true> {
 /// The tiles of one of `splits` ranges of a group.
 __device__ TileRange share(const Visible& visible, const plan::DecodeParams& p, int split, int splits) {
   const TileRange range = tiles_within(visible, p.key_begin, p.key_end);
-  const int64_t tiles = range.end - range.begin;
-  return {range.begin + static_cast<int>(tiles * split / splits),
-          range.begin + static_cast<int>(tiles * (split + 1) / splits)};
+  const int tiles = range.end - range.begin, each = tiles / splits, more = tiles % splits;
+  const int begin = range.begin + each * split + min(split, more);
+  return {begin, begin + each + (split < more)};
 }
 
 /// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
@@ -44,31 +44,26 @@ struct Item {
   bool again;
 };
 
-/// What is known of an item before the group's references are. False: the token sees no key, or keys past the table.
+/// False: the token sees no key, or keys past the table.
 __device__ bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;
   const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = item.index / kv_heads;
   task.g = step.workspace.group(item.index);
-  task.index = item.index;
+  const GroupHead& head = *task.g.head;
+  if (head.seen == 0) return false;
+  task.visible = head.visible;
   task.batch = token / static_cast<int>(p.tokens);
   task.token = token % static_cast<int>(p.tokens);
   task.kv_head = item.index % kv_heads;
   task.rows = step.workspace.rows;
   task.row_begin = step.workspace.rows * item.part / step.parts;
   task.row_end = step.workspace.rows * (item.part + 1) / step.parts;
-  task.outliers = 1;  // for all that is known
-  if (!find_visible(p, task.batch, task.token, task.visible)) return false;
-  if (task.visible.last_physical() / p.cache.layout.page_size >= step.max_pages || p.cache.num_pages == 0) return false;
-  task.tiles = share(task.visible, p, item.split, item.again ? step.rerun_splits : step.splits);
-  return true;
-}
-
-/// The rest of it.
-__device__ void complete_task(RangeTask& task, const GroupHead& head) {
   task.active = head.active;
   task.fit_mark = head.fit_mark;
   task.typical = head.typical;
   task.outliers = head.outliers;
+  task.tiles = share(task.visible, p, item.split, item.again ? step.rerun_splits : step.splits);
+  return true;
 }
 
 /// Puts a group into the queue of those that run again.
@@ -83,37 +78,14 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
   __shared__ unsigned arrived;
   __shared__ uint64_t rows_again;
   __shared__ bool seen;
-  if (threadIdx.x == 0) {
-    seen = start_task(step, item, task);
-    if (!Summer::kPrepares) seen = seen && task.g.head->seen != 0;
-    if (seen && (item.again || !Summer::kPrepares)) complete_task(task, *task.g.head);
-  }
+  if (threadIdx.x == 0) seen = start_task(step, item, task);
   __syncthreads();
-  const bool works = seen && task.tiles.begin < task.tiles.end, first = item.part == 0 && item.split == 0;
-  bool exists = seen;
-  Summer summer(step, task, shared);
-  if constexpr (Summer::kPrepares) {
-    if (works) summer.start();
-    if (seen && !item.again && (works || first)) {
-      auto& prepared = Summer::prepare_space(shared);
-      exists = prepare_group<D>(step, task, first, prepared);
-      if (threadIdx.x == 0) complete_task(task, prepared.head);
-    }
-  }
-  __syncthreads();
-  if (!exists) {
-    if constexpr (Summer::kPrepares) {
-      if (works) summer.abandon();
-      if (first) write_unseen<D>(step, item.index);
-    }
+  if (!seen) {
+    const bool first = item.part == 0 && item.split == 0;
     if (first && threadIdx.x == 0) atomicAdd(&step.workspace.queue()->finished, 1u);
     return;
   }
-  if (works && task.active != 0) {
-    summer.run(item.again);
-  } else if constexpr (Summer::kPrepares) {
-    if (works) summer.abandon();
-  }
+  if (task.tiles.begin < task.tiles.end && task.active != 0) Summer(step, task, shared).run();
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
@@ -138,16 +110,17 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
 __device__ bool take_item(const Step& step, Item& item) {
   WorkQueue& queue = *step.workspace.queue();
   const int64_t items = step.workspace.groups * step.parts * step.splits;
-  const auto nth = [&](int64_t n, int64_t group, int splits, bool again) {
-    item = {static_cast<int>(group), static_cast<int>(n / splits % step.parts), static_cast<int>(n % splits), again};
+  const auto nth = [&](unsigned n, int group, unsigned splits, bool again) {
+    item = {group, static_cast<int>(n / splits) % step.parts, static_cast<int>(n % splits), again};
   };
-  if (const int64_t n = atomicAdd(&queue.items, 1u); n < items) {
-    nth(n, n / (step.parts * step.splits), step.splits, false);
+  const auto per_first = static_cast<unsigned>(step.parts * step.splits);
+  if (const unsigned n = atomicAdd(&queue.items, 1u); n < items) {
+    nth(n, static_cast<int>(n / per_first), step.splits, false);
     return true;
   }
   if (step.params.numerator != nullptr) return false;  // partial sums never run again
   const unsigned ticket = atomicAdd(&queue.reruns, 1u);
-  const int per_group = step.parts * step.rerun_splits;
+  const auto per_group = static_cast<unsigned>(step.parts * step.rerun_splits);
   const int64_t entry = ticket / per_group;
   volatile unsigned* const finished = &queue.finished;
   volatile int* const entries = step.workspace.queue_entries();
@@ -155,6 +128,7 @@ __device__ bool take_item(const Step& step, Item& item) {
     const int group = entry < step.workspace.groups * Workspace::kQueueEntries ? entries[entry] : -1;
     if (group >= 0) {
       nth(ticket % per_group, group, step.rerun_splits, true);
+      __threadfence();  // what led to it is seen
       return true;
     }
     __nanosleep(100);
@@ -175,10 +149,7 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   __shared__ Item item;
   __shared__ bool more;
   while (true) {
-    if (threadIdx.x == 0) {
-      more = take_item(step, item);
-      __threadfence();
-    }
+    if (threadIdx.x == 0) more = take_item(step, item);
     __syncthreads();
     if (!more) return;
     run_item<D, Summer>(step, item, task, shared);
@@ -186,49 +157,19 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   }
 }
 
-/// Sets to zero what CTAs add to a group. By all threads of a CTA.
-__device__ void clear_group(const Step& step, int64_t index) {
-  const GroupState g = step.workspace.group(index);
-  const int rows = step.workspace.rows;
-  for (int i = threadIdx.x; i < rows * step.workspace.head_dim; i += blockDim.x) g.num[i] = 0;
-  for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
-  for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
-  for (int i = threadIdx.x; i < Workspace::kQueueEntries; i += blockDim.x) {
-    step.workspace.queue_entries()[index * Workspace::kQueueEntries + i] = -1;
-  }
-  if (threadIdx.x != 0) return;
-  g.head->run = 0;
-  g.head->arrivals = 0;
-  g.head->recomputed = 0;
-  g.head->bytes = 0;
-  if (index == 0) *step.workspace.queue() = {};
-}
-
-/// Before a step_kernel whose CTAs prepare their groups themselves.
-__global__ void clear_kernel(const __grid_constant__ Step step) {
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
-  for (int64_t index = blockIdx.x; index < step.workspace.groups; index += gridDim.x) clear_group(step, index);
-}
-
 constexpr int kPrepareThreads = 2 * kScoredKeys;
 
-/// Before any other step_kernel: one CTA a group.
+/// Before step_kernel: one CTA a group.
 template <int D>
 __global__ __launch_bounds__(kPrepareThreads) void prepare_kernel(const __grid_constant__ Step step) {
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  __shared__ RangeTask task;
-  __shared__ bool seen;
   const int index = static_cast<int>(blockIdx.x);
-  if (threadIdx.x == 0) seen = start_task(step, {index, 0, 0, false}, task);
   clear_group(step, index);
-  __syncthreads();
-  const bool exists =
-      seen && prepare_group<D>(step, task, true, *reinterpret_cast<PrepareShared<D, kMaxRows>*>(shared_bytes));
-  if (!exists) write_unseen<D>(step, index);
-  if (threadIdx.x == 0) step.workspace.group(index).head->seen = exists;
+  const bool seen = prepare_group<D>(step, index, *reinterpret_cast<PrepareShared<D>*>(shared_bytes));
+  if (!seen) write_unseen<D>(step, index);
+  if (threadIdx.x == 0) step.workspace.group(index).head->seen = seen;
 }
 
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
@@ -243,13 +184,8 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   const int64_t groups = step.workspace.groups, ctas = int64_t{multiprocessors} * Summer::kCtas;
   step.splits = step.params.splits > 0 ? step.params.splits
                                        : static_cast<int>(std::clamp<int64_t>(ctas / (groups * step.parts), 1, 64));
-  if constexpr (Summer::kPrepares) {
-    launch_kernel(clear_kernel, {std::min<int64_t>(groups, multiprocessors), 256, 0, true}, stream, "decode, clear",
-                  step);
-  } else {
-    launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D, kMaxRows>), true}, stream,
-                  "decode, prepare", step);
-  }
+  launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D>), true}, stream, "decode, prepare",
+                step);
   launch_kernel(step_kernel<D, How>, {ctas, Summer::kThreads, kShared, true}, stream, "decode", step);
 }
 

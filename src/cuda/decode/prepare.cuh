@@ -1,5 +1,5 @@
 #pragma once
-#include "cuda/decode/range_task.cuh"
+#include "cuda/decode/group_state.cuh"
 #include "cuda/decode/rows.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "numerics/block.h"
@@ -7,29 +7,26 @@
 #include "plan/cache_access.h"
 
 // What comes before a group's sums: its queries split into planes, and its rows' references (docs/numerics.md, sections
-// 3, 5 and 6): by a kernel of its own, or by every CTA that sums keys of the group for itself.
+// 3, 5 and 6). One CTA's work, a chain of latencies: what can be sent for early is.
 namespace fold::cuda {
 
 constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
 
-/// Rows: how many a group may have.
-template <int D, int Rows>
+template <int D>
 struct PrepareShared {
   static constexpr int kScoredRows = 4;  // rows whose logits are here at once
-  alignas(16) int8_t a_split[Rows * D], b_split[Rows * D], a[Rows * D], b[Rows * D];  // as in GroupState
-  float logits[kScoredRows][kScoredKeys];  // samples first, then what is counted once
-  RowState rows[Rows];
-  float depth[Rows];
-  GroupHead head;  // its first part
+  alignas(16) int8_t a_split[kMaxRows * D], b_split[kMaxRows * D], a[kMaxRows * D], b[kMaxRows * D];  // GroupState's
+  uint4 key[2 * D / 32][kScoredKeys];  // pieces of planes h, then l; samples first, then what is counted once
+  float logits[kScoredRows][kScoredKeys];
+  RowState rows[kMaxRows];
   unsigned largest_scale, largest_bound;
   int exponents, settled;
   unsigned long long nan;  // rows
 };
 
 /// Splits query row r into planes.
-template <int D, int Rows>
-__device__ void split_query(const plan::DecodeParams& p, int64_t q_offset, int r, int lane,
-                            PrepareShared<D, Rows>& shared) {
+template <int D>
+__device__ void split_query(const plan::DecodeParams& p, int64_t q_offset, int r, int lane, PrepareShared<D>& shared) {
   constexpr int N = D / 32;
   float x[N];
 #pragma unroll
@@ -119,40 +116,70 @@ __device__ inline ScaleSurvey survey_scales(const plan::DecodeParams& p, const V
   return survey;
 }
 
-/// Logits of one key, h and l (null: level 0) its planes, for the rows r0, r0 + step, ... below `end`, Most at most.
-template <int D, int Rows, int Most>
-__device__ void score_key(const uint8_t* h, const uint8_t* l, float e_k, int r0, int step, int end, int row_begin,
-                          int i, PrepareShared<D, Rows>& shared) {
-  int high[Most] = {}, low[Most] = {};
+/// A key to score. The planes are in shared memory.
+struct ScoredKey {
+  float e_k;
+  int level;  // -1: there is none
+};
+
+/// Finds scored key i and sends for its planes.
+template <int D>
+__device__ ScoredKey send_key(const plan::DecodeParams& p, int batch, int kv_head, int physical, int i, bool copies,
+                              PrepareShared<D>& shared) {
+  const int page_size = static_cast<int>(p.cache.layout.page_size), slot = physical % page_size;
+  const int id = p.block_table[batch * p.block_table_stride + physical / page_size];
+  if (id < 0 || id >= p.cache.num_pages) return {0, -1};
+  const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
+  const int level = p.cache.layout.k_bits > 4 ? 1 : 0;
+#pragma unroll
+  for (int piece = 0; copies && piece < D / 32; ++piece) {
+    const int at = slot * (D / 2) + 16 * piece;
+    ptx::copy_16(ptx::shared_address(&shared.key[piece][i]), page.k_h + at);
+    if (level > 0) ptx::copy_16(ptx::shared_address(&shared.key[D / 32 + piece][i]), page.k_l + at);
+  }
+  return {numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)]), level};
+}
+
+/// Logits of scored key i for the rows r0, r0 + 2, ... of the kScoredRows from row_begin on that are below `end`.
+template <int D>
+__device__ void score_key(const ScoredKey& key, int r0, int end, int row_begin, int i, PrepareShared<D>& shared) {
+  constexpr int kMost = PrepareShared<D>::kScoredRows / 2;
+  int high[kMost] = {}, low[kMost] = {};
 #pragma unroll
   for (int piece = 0; piece < D / 32; ++piece) {
-    const uint4 top = reinterpret_cast<const uint4*>(h)[piece];
-    const EvenOdd key = l == nullptr ? codes_of(top) : values_of(top, reinterpret_cast<const uint4*>(l)[piece]);
+    const uint4 h = shared.key[piece][i];
+    const EvenOdd channels = key.level == 0 ? codes_of(h) : values_of(h, shared.key[D / 32 + piece][i]);
 #pragma unroll
-    for (int j = 0; j < Most; ++j) {
-      const int r = r0 + j * step;
+    for (int j = 0; j < kMost; ++j) {
+      const int r = r0 + 2 * j;
       if (r >= end) break;
       const auto plane = [&](const int8_t* of, int half) {
         return *reinterpret_cast<const uint4*>(of + r * D + half * (D / 2) + 16 * piece);
       };
-      high[j] = dot_bytes(key.odd, plane(shared.a_split, 1), dot_bytes(key.even, plane(shared.a_split, 0), high[j]));
-      if (l != nullptr)
-        low[j] = dot_bytes(key.odd, plane(shared.b_split, 1), dot_bytes(key.even, plane(shared.b_split, 0), low[j]));
+      high[j] = dot_bytes(channels.odd, plane(shared.a_split, 1),
+                          dot_bytes(channels.even, plane(shared.a_split, 0), high[j]));
+      low[j] =
+          dot_bytes(channels.odd, plane(shared.b_split, 1), dot_bytes(channels.even, plane(shared.b_split, 0), low[j]));
     }
   }
 #pragma unroll
-  for (int j = 0; j < Most; ++j) {
-    const int r = r0 + j * step;
+  for (int j = 0; j < kMost; ++j) {
+    const int r = r0 + 2 * j;
     if (r >= end) break;
     const RowState& row = shared.rows[r];
-    const int dot = l == nullptr ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
-    shared.logits[r - row_begin][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, l != nullptr)), e_k);
+    const int dot = key.level == 0 ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
+    shared.logits[r - row_begin][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, key.level)), key.e_k);
   }
 }
 
 __device__ inline int64_t warp_sum(int64_t value) {
   for (int s = 16; s > 0; s /= 2) value += __shfl_xor_sync(kWarp, value, s);
   return value;
+}
+/// The same of numbers from 0 to 2^31, faster.
+__device__ inline int64_t warp_sum_of_small(int64_t value) {
+  const auto part = [](int64_t bits) { return int64_t{__reduce_add_sync(kWarp, static_cast<unsigned>(bits))}; };
+  return (part(value >> 16) << 16) + part(value & 0xFFFF);
 }
 
 /// The reference of a row from its logits: `sampled` samples (128 or 0), then what is counted once. A warp's work.
@@ -190,8 +217,9 @@ __device__ inline numerics::Reference declare(const float* logits, int sampled, 
     const uint32_t w = lane + 32 * i < scored ? numerics::fix(numerics::sub(from_ordered(key[i]), m)) : 0;
     numerics::add_score(counted[i] ? once : samples, w);
   }
-  once = {warp_sum(once.weights), warp_sum(once.squares)};
-  samples = {warp_sum(samples.weights), warp_sum(samples.squares)};
+  static_assert(int64_t{kMost} << numerics::kFraction <= int64_t{1} << 31);
+  once = {warp_sum_of_small(once.weights), warp_sum_of_small(once.squares)};
+  samples = {warp_sum_of_small(samples.weights), warp_sum_of_small(samples.squares)};
   return numerics::declared_reference(m, once, samples, rest);
 }
 
@@ -230,55 +258,69 @@ __device__ void write_unseen(const Step& step, int index) {
   }
 }
 
-/// Declares a group's references and what else its sums need to know, into `shared` and, for `keeps`, into the group's
-/// state. v: what the token sees. All threads of a CTA, at least kScoredKeys. False: some page is not in the pool.
-template <int D, int Rows>
-__device__ bool prepare_group(const Step& step, const RangeTask& task, bool keeps, PrepareShared<D, Rows>& shared) {
-  using Shared = PrepareShared<D, Rows>;
+/// Sets to zero what CTAs add to a group. By all threads of a CTA.
+__device__ inline void clear_group(const Step& step, int64_t index) {
+  const GroupState g = step.workspace.group(index);
+  const int rows = step.workspace.rows;
+  for (int i = threadIdx.x; i < rows * step.workspace.head_dim; i += blockDim.x) g.num[i] = 0;
+  for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
+  for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
+  for (int i = threadIdx.x; i < Workspace::kQueueEntries; i += blockDim.x) {
+    step.workspace.queue_entries()[index * Workspace::kQueueEntries + i] = -1;
+  }
+  if (threadIdx.x != 0) return;
+  g.head->run = 0;
+  g.head->arrivals = 0;
+  g.head->recomputed = 0;
+  g.head->bytes = 0;
+  if (index == 0) *step.workspace.queue() = {};
+}
+
+/// Declares a group's references and what else its sums need to know. By the 2 kScoredKeys threads of a CTA. False: the
+/// token sees no key, keys past the table, or some page that is not in the pool.
+template <int D>
+__device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& shared) {
+  constexpr int kScoredRows = PrepareShared<D>::kScoredRows;
   const plan::DecodeParams& p = step.params;
-  const Visible& v = task.visible;
-  const int rows = task.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int batch = task.batch, kv_head = task.kv_head, t = task.token;
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = index / kv_heads,
+            kv_head = index % kv_heads;
+  const int batch = token / static_cast<int>(p.tokens), t = token % static_cast<int>(p.tokens);
+  const int rows = step.workspace.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int thread = static_cast<int>(threadIdx.x);
-  // The keys scored: the samples first, then what is counted once.
+  Visible v;
+  if (!find_visible(p, batch, t, v) || p.cache.num_pages == 0 ||
+      v.last_physical() / static_cast<int>(p.cache.layout.page_size) >= step.max_pages) {
+    return false;
+  }
+  // The keys scored: the samples first, then what is counted once. Two threads a key, which take turns in the rows.
   const int n = v.count();
   const int64_t rest = n > numerics::kScoredKeys ? n - 1 - numerics::kNewest : 0;
   const int sampled = rest > 0 ? numerics::kSamples : 0;
   const int scored = rest > 0 ? kScoredKeys : n;
-  const int together = static_cast<int>(blockDim.x) / kScoredKeys;  // rows that threads of their own score
   const int first_row = thread / kScoredKeys, i = thread % kScoredKeys;
-  const uint8_t *h = nullptr, *l = nullptr;
-  float e_k = 0;
-  if (i < scored && first_row < together) {
+  ScoredKey key{0, -1};
+  if (i < scored) {
     const int logical = rest == 0      ? v.first + i
                         : i < sampled  ? v.first + static_cast<int>(numerics::sample_key(i, rest))
                         : i == sampled ? v.first
                                        : v.position - numerics::kNewest + (i - sampled);
-    const int key = v.physical(logical), slot = slot_of(p, key), page_size = static_cast<int>(p.cache.layout.page_size);
-    const int id = p.block_table[batch * p.block_table_stride + key / page_size];
-    if (id >= 0 && id < p.cache.num_pages) {
-      const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
-      h = page.k_h + int64_t{slot} * (D / 2);
-      if (p.cache.layout.k_bits > 4) l = page.k_l + int64_t{slot} * (D / 2);
-      ptx::prefetch(h);  // needed only once the queries are split
-      if (l != nullptr) ptx::prefetch(l);
-      e_k = numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)]);
-    }
+    key = send_key(p, batch, kv_head, v.physical(logical), i, first_row == 0, shared);
   }
   if (thread == 0) {
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
-  }
-  for (int r = thread; r < rows; r += blockDim.x) {
-    const int head = kv_head * rows + r;
-    shared.depth[r] = p.depth == nullptr
-                          ? INFINITY
-                          : p.depth[batch * p.depth_stride_b + t * p.depth_stride_t + head * p.depth_stride_h];
   }
 #pragma unroll 1
   for (int r = warps - 1 - warp; r < rows; r += warps) {
     split_query(p, batch * p.q_stride_b + t * p.q_stride_t + (kv_head * rows + r) * p.q_stride_h, r, lane, shared);
   }
+  for (int r = thread; r < rows; r += blockDim.x) {
+    const int head = kv_head * rows + r;
+    const int64_t at = batch * p.depth_stride_b + t * p.depth_stride_t + head * p.depth_stride_h;
+    shared.rows[r].gates =
+        p.gates != nullptr ? step.gates : numerics::gates_for_depth(p.depth == nullptr ? INFINITY : p.depth[at]);
+  }
   ScaleSurvey survey = survey_scales(p, v, batch, kv_head);
+  ptx::wait_copies();
   if (!__syncthreads_and(survey.exists)) return false;
   survey.largest = __reduce_max_sync(kWarp, survey.largest);
   survey.bound = __reduce_max_sync(kWarp, survey.bound);
@@ -291,22 +333,16 @@ __device__ bool prepare_group(const Step& step, const RangeTask& task, bool keep
     atomicAdd(&shared.settled, survey.settled);
   }
 #pragma unroll 1
-  for (int row0 = 0; row0 < rows; row0 += Shared::kScoredRows) {
-    const int end = min(rows, row0 + Shared::kScoredRows);
-    if (h != nullptr) {
-      score_key<D, Rows, Shared::kScoredRows / 2>(h, l, e_k, row0 + first_row, together, end, row0, i, shared);
-      if (together == 1) {
-        score_key<D, Rows, Shared::kScoredRows / 2>(h, l, e_k, row0 + Shared::kScoredRows / 2, together, end, row0, i,
-                                                    shared);
-      }
-    }
+  for (int row0 = 0; row0 < rows; row0 += kScoredRows) {
+    const int end = min(rows, row0 + kScoredRows);
+    if (key.level >= 0) score_key(key, row0 + first_row, end, row0, i, shared);
     __syncthreads();
     if (const int r = row0 + warp; r < end) {
       const numerics::Reference declared = declare(shared.logits[warp], sampled, scored, rest, lane);
       if (lane == 0) {
         const bool bad_key = shared.largest_scale >= 0x7F80;
-        const numerics::Gates asked = p.gates != nullptr ? step.gates : numerics::gates_for_depth(shared.depth[r]);
         RowState& row = shared.rows[r];
+        const numerics::Gates asked = row.gates;
         const float z = numerics::add(declared.z, p.reference_shift);
         const bool bad = bad_key || !numerics::is_finite(row.e_q) || !numerics::is_finite(z);
         row.z = bad ? numerics::quiet_nan() : z;
@@ -320,37 +356,27 @@ __device__ bool prepare_group(const Step& step, const RangeTask& task, bool keep
     }
     __syncthreads();
   }
-  const GroupState& g = task.g;
+  const GroupState g = step.workspace.group(index);
   if (thread == 0) {
     const bool corrected = p.cache.layout.tail && p.window_left < 0;
-    GroupHead& head = shared.head;
+    GroupHead& head = *g.head;
+    head.visible = v;
     head.fit_mark = corrected ? static_cast<int>(plan::last_mark(v.position - (kTile - 1))) : 0;
     head.typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
     head.outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), head.typical) > 0.0f;
     head.nan = shared.nan;
-    head.active = ~head.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
-    if (keeps) {  // what others count in it is left alone
-      g.head->visible = v;
-      g.head->fit_mark = head.fit_mark;
-      g.head->typical = head.typical;
-      g.head->outliers = head.outliers;
-      g.head->nan = head.nan;
-      g.head->active = head.active;
-    }
+    head.active = ~shared.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
   }
-  if (keeps) {
-    for (int j = thread; j < rows * (D / 16); j += blockDim.x) {
-      const auto copy = [j](int8_t* to, const int8_t* from) {
-        reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(from)[j];
-      };
-      copy(g.a_split, shared.a_split);
-      copy(g.b_split, shared.b_split);
-      copy(g.a, shared.a);
-      copy(g.b, shared.b);
-    }
-    for (int r = thread; r < rows; r += blockDim.x) g.rows[r] = shared.rows[r];
+  for (int j = thread; j < rows * (D / 16); j += blockDim.x) {
+    const auto copy = [j](int8_t* to, const int8_t* from) {
+      reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(from)[j];
+    };
+    copy(g.a_split, shared.a_split);
+    copy(g.b_split, shared.b_split);
+    copy(g.a, shared.a);
+    copy(g.b, shared.b);
   }
-  __syncthreads();
+  for (int r = thread; r < rows; r += blockDim.x) g.rows[r] = shared.rows[r];
   return true;
 }
 

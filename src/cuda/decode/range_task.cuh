@@ -8,7 +8,7 @@ struct RangeTask {
   GroupState g;
   Visible visible;
   uint64_t active;
-  int index, batch, token, kv_head, rows, fit_mark, typical, outliers;
+  int batch, token, kv_head, rows, fit_mark, typical, outliers;
   int row_begin, row_end;  // whose values are summed here
   TileRange tiles;
 };

@@ -2,7 +2,7 @@
 #include "cuda/ptx/async_copy.cuh"
 
 // V rows that are to be weighted and added, on their way from the scan warps of a CTA to its value warps: a ring of
-// blocks of 32. Any warp appends to the block that is open, so blocks are full whatever each warp finds; sums of
+// blocks of 32. Any scan warp appends to the block that is open, so blocks are full whatever each warp finds; sums of
 // integers do not mind the order.
 namespace fold::cuda {
 
@@ -53,9 +53,8 @@ struct alignas(16) RowQueue {
     ptx::arrive(ptx::shared_address(&full[block % Blocks]), here);
     if (count > here) ptx::arrive(ptx::shared_address(&full[(block + 1) % Blocks]), count - here);
   }
-  /// The last writer's warp: fills the open block up and tells the readers, `teams` that take blocks in turn, that no
-  /// more come.
-  __device__ void close(int lane, int teams) {
+  /// The last writer's warp: fills the open block up and tells the readers that no more come, by a block without rows.
+  __device__ void close(int lane) {
     const unsigned first = tail;
     const int block = static_cast<int>(first / kQueueBlock), used = static_cast<int>(first % kQueueBlock);
     if (used > 0) {
@@ -67,23 +66,16 @@ struct alignas(16) RowQueue {
       __syncwarp();
       if (lane == 0) publish(first, kQueueBlock - used);
     }
-    if (lane == 0) *const_cast<volatile int*>(&end) = block + (used > 0);
-    __syncwarp();
     if (lane != 0) return;
-    for (int last = end; last < end + teams; ++last) {
-      wait_writable(last);
-      publish(static_cast<unsigned>(last) * kQueueBlock, kQueueBlock);
-    }
+    const int last = block + (used > 0);
+    end = last;
+    wait_writable(last);
+    publish(static_cast<unsigned>(last) * kQueueBlock, kQueueBlock);
   }
 
   // Readers.
 
-  __device__ bool is_full(int block) {
-    return ptx::phase_is_over(ptx::shared_address(&full[block % Blocks]), block / Blocks % 2);
-  }
-  __device__ void wait_full(int block) {
-    ptx::wait_barrier(ptx::shared_address(&full[block % Blocks]), block / Blocks % 2);
-  }
+  /// Of a full block.
   __device__ bool is_end(int block) const { return block >= *const_cast<const volatile int*>(&end); }
   /// One thread of a reading warp, after its warp's last use of the block.
   __device__ void release_buffer(int buffer) { ptx::arrive(ptx::shared_address(&empty[buffer])); }

@@ -5,14 +5,19 @@
 // What the warps of StreamSummer share (sum_stream.cuh).
 namespace fold::cuda {
 
-constexpr int kValueWarps = 4;  ///< of each kind: nibble planes, byte planes
-constexpr int kStages = 2;      ///< tiles on their way to a scan warp
-constexpr int kBatch = 16;      ///< candidates that are read deeper at once
-constexpr int kBatches = 2;     ///< batches on their way to a scan warp
-constexpr int kListed = 128;  ///< candidates that a scan warp may hold, more than a tile's and three batches' less one
+constexpr int kStages = 2;    ///< tiles on their way to a scan warp
+constexpr int kPlaces = 16;   ///< tiles looked up at once in the block table
+constexpr int kBatch = 16;    ///< candidates that are read deeper at once
+constexpr int kListed = 128;  ///< candidates that a scan warp may hold, more than a tile's and two batches' less one
+constexpr int kMembers = 2;   ///< value warps that share a block's channels
+
+/// Where a tile's keys are: page in the pool, slot of the first.
+struct Place {
+  int page, slot;
+};
 
 /// A key that some row asks to read further, and how far.
-struct alignas(16) Candidate {
+struct Candidate {
   int page;         // in the pool
   unsigned at;      // slot, flags and depth, see below
   unsigned scales;  // e_k, e_v << 16, bf16 both
@@ -23,11 +28,14 @@ constexpr int kDeeperShift = 16;  ///< what the block's outliers add to V's gate
 template <int D, int Quads>
 struct StreamShared {
   static constexpr int kRows = 4 * Quads;
-  static constexpr int kScanWarps = Quads <= 2 ? 8 : 4;  ///< more would leave them too few registers
-  static constexpr int kThreads = 32 * (kScanWarps + 2 * kValueWarps);
-  static constexpr int kMembers = Quads == 1 ? 1 : 4,
-                       kTeams = kValueWarps / kMembers;  ///< value warps that share a block
-  static constexpr int kNibbleBlocks = Quads == 1 ? 8 : 4, kByteBlocks = 4;
+  static constexpr int kCtas = Quads == 1 ? 2 : 1;       ///< a multiprocessor
+  static constexpr int kScanWarps = Quads == 1 ? 6 : 8;  ///< more would leave them too few registers
+  static constexpr int kKinds = Quads == 1 ? 1 : 2;  ///< of value warps: for all planes, or for nibbles and for bytes
+  static constexpr int kValueWarps = kKinds * kMembers;
+  static constexpr int kThreads = 32 * (kScanWarps + kValueWarps);
+  static constexpr int kNibbleBlocks = Quads == 1 ? 4 : 6, kByteBlocks = Quads == 1 ? 3 : 4;
+  // Else a warp could be two rounds of the ring ahead of another, which a barrier's parity does not tell from none.
+  static_assert(kQueueBlock * kByteBlocks >= kScanWarps * kBatch && kNibbleBlocks >= kByteBlocks);
 
   struct Row {  // constants of a query row
     float sum_a, unit_0, neg_z, margin, k_l, k_b, v_h, v_l, v_b;
@@ -37,36 +45,35 @@ struct StreamShared {
   struct Offsets {  // of the KV head's sections in a page
     int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound;
   };
-  struct alignas(128) Stage {
+  struct alignas(16) Stage {
     uint8_t k_h[kTile * D / 2];
     uint16_t k_scale[kTile], v_scale[kTile], bound[8];
-    int tile, page, slot;  // slot of its first key
-  };
-  struct alignas(128) Batch {  // rows of its keys
-    uint8_t h[kBatch * D / 2], l[kBatch * D / 2], b[kBatch * D];
+    Place place;
   };
   struct Scan {
     Stage stage[kStages];
-    Batch batch[kBatches];
+    Place place[kPlaces];      // of the warp's tiles to come
+    uint4 k_b[2][D / 64][32];  // a batch's rows of plane b: what each lane asked for of its two keys
     Candidate listed[kListed];
     unsigned long long den[Quads][32];  // of a lane's keys whose V is read
+    float peak[Quads][32];              // likewise
   };
 
   union {
     Scan scan[kScanWarps];
-    unsigned long long num[2 * kTeams][kRows][D];  // of each team, once there is nothing more to scan
+    unsigned long long num[2][kRows][D];  // of nibbles and of bytes, once there is nothing more to scan
   };
   uint64_t barrier[kScanWarps][kStages];
   alignas(128) uint8_t nibble_rows[kNibbleBlocks][kQueueBlock * D], byte_rows[kByteBlocks][kQueueBlock * D];
   RowQueue<kRows, kNibbleBlocks> nibbles;
   RowQueue<kRows, kByteBlocks> bytes_of_v;
-  uint4 level_0[Quads][D / 64][32];  // query fragments by lane
+  uint4 level_0[Quads][32];  // query fragments by lane
   uint4 level_1[Quads][D / 64][32], level_2[Quads][D / 64][32];
   Row row[kRows];
   Offsets offsets;
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
-  int next_tile, scanning;  // first tile that no warp has taken; scan warps at work
+  int scanning;  // scan warps at work
   int tiles_of_page;
   unsigned per_page;  // 2^31 over that, rounded up: exact for every tile there can be
   int loud;           // whether some row may drop a weight of 2^22 or more

@@ -33,10 +33,9 @@ class RangeSummer {
   __device__ RangeSummer(const Step& step, const RangeTask& task, SumShared<D>& shared)
       : p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
 
-  static constexpr bool kPrepares = false;  ///< a kernel of its own prepared the group
   static constexpr int kThreads = kSumThreads, kCtas = 1;
 
-  __device__ void run(bool /*again*/) {
+  __device__ void run() {
     const int tile_begin = task_.tiles.begin, tile_end = task_.tiles.end;
     const int part = task_.row_end - task_.row_begin;
     for (int i = threadIdx.x; i < part * D; i += kSumThreads) {

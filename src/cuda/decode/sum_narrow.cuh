@@ -90,10 +90,9 @@ class NarrowSummer {
         g_(lane_ / 4),
         c_(lane_ % 4) {}
 
-  static constexpr bool kPrepares = false;  ///< a kernel of its own prepared the group
   static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3;
 
-  __device__ void run(bool /*again*/) {
+  __device__ void run() {
     const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
     start(tile_begin, tile_end);
     for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {

@@ -7,51 +7,48 @@
 //
 // Scan warps take tiles one by one: level 0 of every key from bulk copies of K's h plane. A key that some row asks to
 // read further joins the warp's list; sixteen at a time are fetched and weighed while the next tiles are scanned. What
-// is read of V goes through two queues to the value warps, four for the nibble planes and four for plane b, which fetch
-// and add. Nobody waits for another's tile, and no memory access is waited for that could have been sent for earlier.
+// is read of V goes through two queues, for the nibble planes and for plane b, to the value warps, which fetch and add.
+// Nobody waits for another's tile, and no memory access is waited for that could have been sent for earlier. Up to four
+// rows leave room for two CTAs a multiprocessor, so that one starts or ends while the other scans.
 namespace fold::cuda {
 
-/// A group's rows, (G,), and their planes, (G, D).
-struct Queries {
-  const RowState* rows;
-  const int8_t *a_split, *b_split, *a, *b;  // as in GroupState
-};
-
-/// The lane's `word` of every level's query fragments, of rows 4 t ..
+/// The lane's words 2 pair and 2 pair + 1 of levels 1 and 2's query fragments, of rows 4 t ..
 template <int D, int Quads>
-__device__ void load_fragment(uint64_t active, const Queries& g, StreamShared<D, Quads>& shared, int t, int word,
+__device__ void load_fragment(uint64_t active, const GroupState& g, StreamShared<D, Quads>& shared, int t, int pair,
                               int lane) {
   const int c = lane % 4, row = 4 * t + lane / 8;
   const bool low_plane = lane / 4 % 2 != 0;
-  uint2 level_0{}, level_1{}, level_2{};
+  uint4 level_1{}, level_2{};
   if ((active >> row & 1) != 0) {
-    const auto word_of = [&](const int8_t* plane, int at) {
+    const auto word = [&](const int8_t* plane, int at) {
       return reinterpret_cast<const uint32_t*>(plane + row * D)[at];
     };
-    const int at = c * (D / 32) + word;
+    const int at = c * (D / 32) + 2 * pair;
     const int8_t *const split = low_plane ? g.b_split : g.a_split, *const whole = low_plane ? g.b : g.a;
-    // Code pairs 16 u_even + u_odd times even channels, less what u_odd adds to that; u_odd times odd ones.
-    level_0 = low_plane ? uint2{0, word_of(g.a_split, D / 8 + at)}
-                        : uint2{word_of(g.a_split, at), __vneg4(word_of(g.a_split, at))};
-    level_1 = {word_of(split, at), word_of(split, D / 8 + at)};
-    level_2 = {word_of(whole, 2 * at), word_of(whole, 2 * at + 1)};
+    level_1 = {word(split, at), word(split, D / 8 + at), word(split, at + 1), word(split, D / 8 + at + 1)};
+    level_2 = {word(whole, 2 * at), word(whole, 2 * at + 1), word(whole, 2 * at + 2), word(whole, 2 * at + 3)};
   }
-  auto* const to_0 =
-      reinterpret_cast<uint32_t*>(&shared.level_0[t][word / 2][lane]);  // whole words' two, odd ones' two
-  to_0[word % 2] = level_0.x;
-  to_0[2 + word % 2] = level_0.y;
-  reinterpret_cast<uint2*>(&shared.level_1[t][word / 2][lane])[word % 2] = level_1;
-  reinterpret_cast<uint2*>(&shared.level_2[t][word / 2][lane])[word % 2] = level_2;
+  shared.level_1[t][pair][lane] = level_1;
+  shared.level_2[t][pair][lane] = level_2;
+}
+
+/// The lane's words of level 0's: of even channels, then of odd ones; even words in even columns.
+template <int D>
+__device__ uint4 level_0_fragment(uint64_t active, const GroupState& g, int t, int lane) {
+  const int row = 4 * t + lane / 8;
+  if ((active >> row & 1) == 0) return {};
+  const auto* const split = reinterpret_cast<const uint32_t*>(g.a_split + row * D);
+  const int at = lane % 4 * (D / 32) + lane / 4 % 2, second = D == 128 ? at + 2 : at;
+  return {split[at], split[second], split[D / 8 + at], split[D / 8 + second]};
 }
 
 /// Constants and fragments of the queries, and sums of zero.
 template <int D, int Quads>
-__device__ __noinline__ void load_queries(const RangeTask& task, const Queries queries,
-                                          StreamShared<D, Quads>& shared) {
-  constexpr int kRows = 4 * Quads, kWords = D / 32;
+__device__ __noinline__ void load_queries(const RangeTask& task, StreamShared<D, Quads>& shared) {
+  constexpr int kRows = 4 * Quads, kPairs = D / 64;
   for (int r = threadIdx.x; r < kRows; r += StreamShared<D, Quads>::kThreads) {
     const bool active = (task.active >> r & 1) != 0;
-    const RowState state = active ? queries.rows[r] : RowState{.z = INFINITY};
+    const RowState state = active ? task.g.rows[r] : RowState{.z = INFINITY};
     shared.row[r] = {.sum_a = static_cast<float>(state.sum_a),
                      .unit_0 = unit_of_level(state.e_q, 0),
                      .neg_z = -state.z,
@@ -72,9 +69,12 @@ __device__ __noinline__ void load_queries(const RangeTask& task, const Queries q
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
   }
+  for (int i = threadIdx.x; i < Quads * 32; i += StreamShared<D, Quads>::kThreads) {
+    shared.level_0[i / 32][i % 32] = level_0_fragment<D>(task.active, task.g, i / 32, i % 32);
+  }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Quads * kWords * 32; i += StreamShared<D, Quads>::kThreads) {
-    load_fragment(task.active, queries, shared, i / (kWords * 32), i / 32 % kWords, i % 32);
+  for (int i = threadIdx.x; i < Quads * kPairs * 32; i += StreamShared<D, Quads>::kThreads) {
+    load_fragment(task.active, task.g, shared, i / (kPairs * 32), i / 32 % kPairs, i % 32);
   }
   __syncthreads();
 }
@@ -83,50 +83,22 @@ template <int D, int Quads>
 class StreamSummer {
  public:
   using Shared = StreamShared<D, Quads>;
+  static constexpr int kThreads = Shared::kThreads, kCtas = Shared::kCtas;
 
   __device__ StreamSummer(const Step& step, const RangeTask& task, Shared& shared)
       : step_(step), task_(task), s_(shared), warp_(__shfl_sync(kWarp, threadIdx.x / 32, 0)) {}
 
-  static constexpr bool kPrepares = true;  ///< each of its CTAs prepares the group
-  static constexpr int kThreads = Shared::kThreads, kCtas = 1;
-  using Prepared = PrepareShared<D, Shared::kRows>;
-  /// Where the group's references are prepared between start() and run().
-  __device__ static Prepared& prepare_space(Shared& shared) {
-    static_assert(sizeof(Prepared) <= sizeof(shared.nibble_rows) + sizeof(shared.byte_rows));
-    return *reinterpret_cast<Prepared*>(shared.nibble_rows);
-  }
-
-  /// Sends for the first tiles.
-  __device__ void start() {
+  __device__ void run() {
     init();
-    if (warp_ < Shared::kScanWarps) ScanWarp<D, Quads>(step_, task_, s_, warp_).start();
-  }
-
-  /// In place of run(): what was sent for is not wanted.
-  __device__ void abandon() {
-    if (warp_ < Shared::kScanWarps) ScanWarp<D, Quads>(step_, task_, s_, warp_).abandon();
-    __syncthreads();
-    if (threadIdx.x == 0) invalidate();
-    __syncthreads();
-  }
-
-  /// Once the task is complete. again: what was prepared has been corrected since.
-  __device__ void run(bool again) {
-    const bool scans = warp_ < Shared::kScanWarps;
-    const GroupState& g = task_.g;
-    const Prepared& prepared = prepare_space(s_);
-    load_queries<D, Quads>(task_,
-                           again ? Queries{g.rows, g.a_split, g.b_split, g.a, g.b}
-                                 : Queries{prepared.rows, prepared.a_split, prepared.b_split, prepared.a, prepared.b},
-                           s_);
-    const int value_warp = warp_ - Shared::kScanWarps;
-    if (scans) {
-      ScanWarp<D, Quads>(step_, task_, s_, warp_).run();
+    if (warp_ < Shared::kScanWarps) {
+      ScanWarp<D, Quads> scan(step_, task_, s_, warp_);
+      scan.start();
+      load_queries<D, Quads>(task_, s_);
+      scan.run();
       close_queues();
-    } else if (value_warp < kValueWarps) {
-      ValueWarps<D, Quads, Plane::kNibbles>(step_, task_, s_, value_warp).run();
     } else {
-      ValueWarps<D, Quads, Plane::kBytes>(step_, task_, s_, value_warp - kValueWarps).run();
+      load_queries<D, Quads>(task_, s_);
+      run_value_warp<D, Quads>(step_, task_, s_, warp_ - Shared::kScanWarps);
     }
     __syncthreads();
     publish();
@@ -152,12 +124,11 @@ class StreamSummer {
       s_.tiles_of_page = page_size / kTile;
       s_.per_page =
           (0x80000000u + static_cast<unsigned>(s_.tiles_of_page) - 1) / static_cast<unsigned>(s_.tiles_of_page);
-      s_.next_tile = task_.tiles.begin;
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
       s_.values = s_.bytes = 0;
-      s_.nibbles.init(Shared::kMembers);
-      s_.bytes_of_v.init(Shared::kMembers);
+      s_.nibbles.init(kMembers);
+      s_.bytes_of_v.init(kMembers);
       for (auto& of_warp : s_.barrier) {
         for (uint64_t& barrier : of_warp) ptx::init_barrier(ptx::shared_address(&barrier));
       }
@@ -178,27 +149,32 @@ class StreamSummer {
     }
     __syncwarp();  // every lane sees what the other warps did
     if (__shfl_sync(kWarp, others, 0) != 0) return;
-    s_.nibbles.close(lane, Shared::kTeams);
-    s_.bytes_of_v.close(lane, Shared::kTeams);
+    s_.nibbles.close(lane);
+    s_.bytes_of_v.close(lane);
   }
 
-  __device__ void invalidate() {
-    s_.nibbles.invalidate();
-    s_.bytes_of_v.invalidate();
-    for (auto& of_warp : s_.barrier) {
-      for (uint64_t& barrier : of_warp) ptx::invalidate_barrier(ptx::shared_address(&barrier));
-    }
-  }
-
-  /// Adds the CTA's sums to the group's, but for the numerators.
+  /// Adds the CTA's sums to the group's. What the nibbles' products left out is made up for: their bytes are 128 above
+  /// the values, and those of plane h alone half below.
   __device__ void publish() {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < task_.rows * D; i += kThreads) {
+      const int r = i / D;
+      const unsigned long long sum =
+          s_.num[0][r][i % D] + s_.num[1][r][i % D] + (s_.half_mass[r] << 7) - (s_.mass[r] << 15);
+      if ((task_.active >> r & 1) != 0 && sum != 0) atomicAdd(&task_.g.num[i], sum << 8);
+    }
     if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
       add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
     }
     if (threadIdx.x == 0) {
       atomicAdd(&task_.g.head->bytes, s_.bytes);
-      invalidate();
+      s_.nibbles.invalidate();
+      s_.bytes_of_v.invalidate();
+      for (auto& of_warp : s_.barrier) {
+        for (uint64_t& barrier : of_warp) ptx::invalidate_barrier(ptx::shared_address(&barrier));
+      }
     }
+    ptx::fence_async();  // the next item's first tiles arrive in the place of the numerators
     __syncthreads();
   }
 

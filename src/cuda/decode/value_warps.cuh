@@ -1,9 +1,11 @@
 #pragma once
-#include "cuda/decode/scan_warp.cuh"
+#include "cuda/decode/key_lanes.cuh"
+#include "cuda/decode/stream_shared.cuh"
+#include "cuda/ptx/warp_mma.cuh"
 
-// What value warps do (sum_stream.cuh): they fetch queued rows of V, 32 at a time, and add them, weighted. Teams take
-// blocks in turn; the warps of a team share its channels. Keys are rows in shared memory, and a transposed load makes
-// them the products' inner dimension; byte j of a row's weight is a column of the product whose sum counts 2^(8 j).
+// What value warps do (sum_stream.cuh): they fetch queued rows of V, 32 at a time, and add them, weighted. A warp has
+// half of the channels, for itself. Keys are rows in shared memory, and a transposed load makes them the products'
+// inner dimension; byte j of a row's weight is a column of the product whose sum counts 2^(8 j).
 namespace fold::cuda {
 
 enum class Plane { kNibbles, kBytes };  ///< V's h and l beside each other, or b
@@ -11,107 +13,99 @@ enum class Plane { kNibbles, kBytes };  ///< V's h and l beside each other, or b
 /// Rows that may be added before a 32-bit sum of products of bytes could overflow.
 constexpr int kFlushBlocks = (1 << 15) / kQueueBlock;
 
+/// A member's share of one queue.
 template <int D, int Quads, Plane kPlane>
-class ValueWarps {
+class PlaneSums {
  public:
   using Shared = StreamShared<D, Quads>;
   static constexpr bool kNibbles = kPlane == Plane::kNibbles;
-  static constexpr int kMembers = Shared::kMembers, kTeams = Shared::kTeams;
-  static constexpr int kBlocks = kNibbles ? Shared::kNibbleBlocks : Shared::kByteBlocks, kDepth = kBlocks / kTeams;
-  using Queue = RowQueue<Shared::kRows, kBlocks>;
 
-  /// warp: 0 .. kValueWarps - 1.
-  __device__ ValueWarps(const Step& step, const RangeTask& task, Shared& shared, int warp)
-      : p_(step.params),
+  __device__ PlaneSums(const plan::DecodeParams& p, const RangeTask& task, Shared& shared, int member)
+      : p_(p),
         task_(task),
         s_(shared),
-        team_(warp / kMembers),
-        member_(warp % kMembers),
+        member_(member),
         lane_(threadIdx.x % 32),
         g_(lane_ / 4),
-        c_(lane_ % 4) {}
-
-  __device__ void run() {
+        c_(lane_ % 4),
+        sends_(place_of_row<D>(lane_, 0) ^ 16 * member * kPieces),
+        loads_(place_of_row<D>(named_row(lane_), 0) ^ 16 * member * kPieces) {
     clear();
-    int sent = 0, added = 0;  // blocks of the team
-    bool over = false;
-    while (!over || added < sent) {
-      const int next = team_ + sent * kTeams;
-      // A full block's place is free: those who filled it waited until every member had released it.
-      if (!over && sent - added < kDepth && (added == sent || __all_sync(kWarp, queue().is_full(next)))) {
-        queue().wait_full(next);
-        over = queue().is_end(next);
-        if (over) continue;
-        send(next % kBlocks);
-        ++sent;
-        continue;
-      }
-      wait_oldest(sent - added);
-      sync_team();  // every member's share has arrived
-      add((team_ + added * kTeams) % kBlocks);
-      ++added;
-      if (added % kFlushBlocks == 0) {
-        for_sums([&](int r, int channel, unsigned long long sum) { publish(r, channel, sum); });
-        count_masses();
-        clear();
-      }
+  }
+
+  /// Whether another block has come; sends for its rows. The same in all lanes.
+  __device__ bool send() {
+    // A full block's place is free: those who filled it waited until every member had released it.
+    if (over_ || !__all_sync(kWarp, ptx::phase_is_over(ptx::shared_address(&queue().full[sending_]), parity_))) {
+      return false;
     }
-    count_masses();
+    over_ = queue().is_end(sent_);
+    if (over_) return false;
+    send_rows(sending_);
+    ++sent_;
+    parity_ ^= sending_ == kBlocks - 1;
+    sending_ = next(sending_);
+    return true;
+  }
+  __device__ bool over() const { return over_; }
+
+  /// Adds the oldest block sent for. It has arrived.
+  __device__ void add() {
+    multiply(adding_);
+    adding_ = next(adding_);
+    if (++added_ % kFlushBlocks != 0) return;
     for_sums([&](int r, int channel, unsigned long long sum) {
-      s_.num[kNibbles ? team_ : kTeams + team_][r][channel] = sum;
+      if ((task_.active >> r & 1) != 0 && sum != 0) atomicAdd(&task_.g.num[r * D + channel], sum << 8);
     });
-    ptx::fence_async();  // the next item's first tiles arrive in the same place
-    ptx::sync_named(kAll, 64 * kValueWarps);
-    publish_all();
+    clear();
+  }
+
+  /// Hands the sums over, once every queue is closed.
+  __device__ void finish() {
+    for_sums([&](int r, int channel, unsigned long long sum) { s_.num[kNibbles ? 0 : 1][r][channel] = sum; });
   }
 
  private:
   static constexpr int kHalf = D / 2, kTilesM = D / 16 / kMembers;  // 16-channel tiles of a warp
-  static constexpr int kAll = 1, kFirstTeam = 2;                    // named barriers
-  static_assert(kDepth == 1 || kDepth == 2 || kDepth == 4);
+  static constexpr int kBlocks = kNibbles ? Shared::kNibbleBlocks : Shared::kByteBlocks;
+  static constexpr int kPieces =
+      (kNibbles ? D / 32 : D / 16) / kMembers;  // 16-byte ones of a plane's row, the member's
+  static constexpr int kPlaneL = D / 2;         // where a row's l follows h
+  static constexpr int kBlockBytes = kQueueBlock * D;
+  static_assert(kMembers == 2 && kQueueBlock == 32);
 
-  __device__ Queue& queue() const {
+  __device__ auto& queue() const {
     if constexpr (kNibbles) {
       return s_.nibbles;
     } else {
       return s_.bytes_of_v;
     }
   }
-  __device__ uint8_t* rows(int buffer) const { return kNibbles ? s_.nibble_rows[buffer] : s_.byte_rows[buffer]; }
+  __device__ uint8_t* rows() const { return kNibbles ? s_.nibble_rows[0] : s_.byte_rows[0]; }
+  __device__ static int next(int buffer) { return buffer == kBlocks - 1 ? 0 : buffer + 1; }
 
-  __device__ static void wait_oldest(int in_flight) {
-    if (kDepth == 4 && in_flight == 4) return ptx::wait_copies_but<3>();
-    if (kDepth == 4 && in_flight == 3) return ptx::wait_copies_but<2>();
-    if (kDepth >= 2 && in_flight == 2) return ptx::wait_copies_but<1>();
-    ptx::wait_copies();
-  }
-  __device__ void sync_team() const {
-    if constexpr (kMembers == 1) {
-      __syncwarp();
-    } else {
-      ptx::sync_named(kFirstTeam + (kNibbles ? 0 : kTeams) + team_, 32 * kMembers);
-    }
-  }
-
-  /// Sends for a block's rows.
-  __device__ void send(int buffer) {
-    constexpr int kPieces = kNibbles ? D / 32 : D / 16;  // 16-byte ones of a plane's row
-    const uint32_t to = ptx::shared_address(rows(buffer));
-    const int64_t planes[2] = {kNibbles ? s_.offsets.v_h : s_.offsets.v_b, s_.offsets.v_l};
-#pragma unroll 4
-    for (int i = 32 * member_ + lane_; i < kQueueBlock * kPieces; i += 32 * kMembers) {
-      const int row = i / kPieces, piece = i % kPieces;
-      const typename Queue::Entry entry = queue().entry[buffer][row];
-      if (entry.page < 0) continue;
+  /// Sends for the member's channels of a block's rows, a row a lane.
+  __device__ void send_rows(int buffer) {
+    const auto entry = queue().entry[buffer][lane_];
+    if (entry.page >= 0) {
+      const uint32_t to = ptx::shared_address(rows() + buffer * kBlockBytes);
       const uint8_t* const from = p_.cache.pages + entry.page * p_.cache.page_stride +
-                                  (entry.at & kSlotMask) * (kNibbles ? kHalf : D) + 16 * piece;
-      ptx::copy_16(to + place_of_row<D>(row, piece), from + planes[0]);
+                                  ((entry.at & kSlotMask) * (kNibbles ? kHalf : D) + 16 * member_ * kPieces +
+                                   (kNibbles ? s_.offsets.v_h : s_.offsets.v_b));
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) ptx::copy_16(to + (sends_ ^ 16 * i), from + 16 * i);
       if constexpr (kNibbles) {
-        if ((entry.at & kReadsLow) != 0) {
-          ptx::copy_16(to + place_of_row<D>(row, kPieces + piece), from + planes[1]);
-        } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
-          *reinterpret_cast<uint4*>(rows(buffer) + place_of_row<D>(row, kPieces + piece)) = {0x77777777u, 0x77777777u,
-                                                                                             0x77777777u, 0x77777777u};
+        const bool low = (entry.at & kReadsLow) != 0;
+        const uint8_t* const from_l = from + (s_.offsets.v_l - s_.offsets.v_h);
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int at = sends_ ^ (kPlaneL | 16 * i);
+          if (low) {
+            ptx::copy_16(to + at, from_l + 16 * i);
+          } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
+            *reinterpret_cast<uint4*>(rows() + buffer * kBlockBytes + at) = {0x77777777u, 0x77777777u, 0x77777777u,
+                                                                             0x77777777u};
+          }
         }
       }
     }
@@ -119,23 +113,23 @@ class ValueWarps {
   }
 
   /// Adds a block that has arrived.
-  __device__ void add(int buffer) {
-    uint32_t weight[Quads][2]
-                   [2];  // by half of the rows, from 4 c on, byte columns: (query row g / 2, byte 2 n + g % 2)
+  __device__ void multiply(int buffer) {
+    // By half of the rows, from 4 c on, byte columns: (query row g / 2, byte 2 n + g % 2).
+    uint32_t weight[Quads][2][2];
     const unsigned pick = g_ % 2 == 0 ? 0x6240 : 0x7351;
 #pragma unroll
-    for (int t = 0; t < Quads; ++t) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 w = *reinterpret_cast<const uint4*>(&queue().weight[buffer][4 * t + g_ / 2][16 * half + 4 * c_]);
+      for (int t = 0; t < Quads; ++t) {
+        const int first = 16 * half + 4 * c_;
+        const uint4 w = *reinterpret_cast<const uint4*>(&queue().weight[buffer][4 * t + g_ / 2][first]);
         const uint32_t low = __byte_perm(w.x, w.y, pick), high = __byte_perm(w.z, w.w, pick);
         weight[t][half][0] = __byte_perm(low, high, 0x5410);
         weight[t][half][1] = __byte_perm(low, high, 0x7632);
       }
     }
-    if (kNibbles && member_ == 0) count(buffer);
-    const uint32_t from = ptx::shared_address(rows(buffer));
-    const auto multiply = [&](int(&sum)[Quads][2][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+    const uint32_t from = ptx::shared_address(rows() + buffer * kBlockBytes);
+    const auto add = [&](int(&sum)[Quads][2][4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
 #pragma unroll
       for (int t = 0; t < Quads; ++t) {
 #pragma unroll
@@ -148,55 +142,49 @@ class ValueWarps {
         }
       }
     };
-    if constexpr (kNibbles) {
-      constexpr int kTogether = kTilesM >= 2 ? 2 : 1;  // tiles of a piece: bytes 0 and 1 of each pair
 #pragma unroll
-      for (int m = 0; m < kTilesM; m += kTogether) {
-        const int tile = member_ * kTilesM + m;
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if constexpr (kNibbles) {
         uint32_t h[2][2], l[2][2];  // by byte of the pair, half of the rows
-        load_pairs(from + place_of_row<D>(named_row(lane_), tile / 2), h[0], h[1]);
-        load_pairs(from + place_of_row<D>(named_row(lane_), tile / 2 + kHalf / 16), l[0], l[1]);
+        load_pairs(from + (loads_ ^ 16 * piece), h[0], h[1]);
+        load_pairs(from + (loads_ ^ (kPlaneL | 16 * piece)), l[0], l[1]);
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const bool second = kTogether == 2 ? i == 1 : tile % 2 == 1;
-          const uint32_t h0 = second ? h[1][0] : h[0][0], h1 = second ? h[1][1] : h[0][1];
-          const uint32_t l0 = second ? l[1][0] : l[0][0], l1 = second ? l[1][1] : l[0][1];
-          multiply(sum_[m + i], ptx::join_nibbles(h0, l0 >> 4), ptx::join_nibbles(h0 << 4, l0),
-                   ptx::join_nibbles(h1, l1 >> 4), ptx::join_nibbles(h1 << 4, l1));
+        for (int i = 0; i < 2; ++i) {
+          add(sum_[2 * piece + i], ptx::join_nibbles(h[i][0], l[i][0] >> 4), ptx::join_nibbles(h[i][0] << 4, l[i][0]),
+              ptx::join_nibbles(h[i][1], l[i][1] >> 4), ptx::join_nibbles(h[i][1] << 4, l[i][1]));
         }
-      }
-    } else {
-#pragma unroll
-      for (int m = 0; m < kTilesM; ++m) {
+      } else {
         uint32_t even[2], odd[2];
-        load_pairs(from + place_of_row<D>(named_row(lane_), member_ * kTilesM + m), even, odd);
-        multiply(sum_[m], even[0], odd[0], even[1], odd[1]);
+        load_pairs(from + (loads_ ^ 16 * piece), even, odd);
+        add(sum_[piece], even[0], odd[0], even[1], odd[1]);
+      }
+    }
+    if constexpr (kNibbles) {
+      if (member_ == 0) {  // two channels more: 1, and 1 of rows without plane l
+        const unsigned half = __ballot_sync(kWarp, (queue().entry[buffer][lane_].at & kReadsLow) == 0) >> 4 * c_;
+        const auto spread = [](unsigned bits) { return (bits & 0xF) * 0x00204081u & 0x01010101u; };
+        int mass[Quads][2][4] = {};
+        add(mass, 0x01010101u, spread(half), 0x01010101u, spread(half >> 16));
+#pragma unroll
+        for (int t = 0; t < Quads && g_ == 0; ++t) {
+          s_.mass[4 * t + c_] += static_cast<unsigned long long>(joined(mass[t], 0));
+          s_.half_mass[4 * t + c_] += static_cast<unsigned long long>(joined(mass[t], 1));
+        }
       }
     }
     __syncwarp();
     if (lane_ == 0) queue().release_buffer(buffer);
   }
 
-  /// Adds up the block's weights, of query rows g / 2.
-  __device__ void count(int buffer) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 4 * c_ + i % 4 + i / 4 * 16;
-      const bool low = (queue().entry[buffer][row].at & kReadsLow) != 0;
-#pragma unroll
-      for (int t = 0; t < Quads; ++t) {
-        const unsigned w = queue().weight[buffer][4 * t + g_ / 2][row];
-        mass_[t] += w;
-        half_mass_[t] += low ? 0 : w;
-      }
-    }
-  }
-
   __device__ void clear() {
 #pragma unroll
-    for (int t = 0; t < Quads; ++t) mass_[t] = half_mass_[t] = 0;
-#pragma unroll
     for (int i = 0; i < kTilesM * Quads * 8; ++i) sum_[i / (8 * Quads)][i / 8 % Quads][i / 4 % 2][i % 4] = 0;
+  }
+
+  /// Of the products by weight bytes, in two of their rows: g (half 0) and g + 8.
+  __device__ static long long joined(const int (&sum)[2][4], int half) {
+    const long long low = sum[0][2 * half] + 256ll * sum[0][2 * half + 1];
+    return low + 65536 * (sum[1][2 * half] + 256ll * sum[1][2 * half + 1]);
   }
 
   /// f(query row, channel, sum) of all that the lane holds.
@@ -208,49 +196,11 @@ class ValueWarps {
       for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int(&sum)[2][4] = sum_[m][t];
-          const long long low = sum[0][2 * half] + 256ll * sum[0][2 * half + 1];
-          const long long joined = low + 65536 * (sum[1][2 * half] + 256ll * sum[1][2 * half + 1]);
+          const long long sum = joined(sum_[m][t], half);
           const int tile = member_ * kTilesM + m;
           const int channel = kNibbles ? 32 * (tile / 2) + 4 * g_ + 2 * (tile % 2) + half : 16 * tile + 2 * g_ + half;
-          f(4 * t + c_, channel, static_cast<unsigned long long>(kNibbles ? 256 * joined : joined));
+          f(4 * t + c_, channel, static_cast<unsigned long long>(kNibbles ? 256 * sum : sum));
         }
-      }
-    }
-  }
-
-  /// Adds to the group's numerators.
-  __device__ void publish(int r, int channel, unsigned long long sum) const {
-    if ((task_.active >> r & 1) != 0 && sum != 0) atomicAdd(&task_.g.num[r * D + channel], sum << 8);
-  }
-
-  /// Adds all teams' sums to the group's numerators. What the nibbles' products left out is made up for: their bytes
-  /// are 128 above the values, and those of plane h alone half below. A thread's share of the channels.
-  __device__ void publish_all() const {
-    const int thread = 32 * (kMembers * team_ + member_) + lane_ + (kNibbles ? 0 : 32 * kValueWarps);
-#pragma unroll 1
-    for (int i = thread; i < task_.rows * D; i += 64 * kValueWarps) {
-      const int r = i / D;
-      unsigned long long sum = (s_.half_mass[r] << 7) - (s_.mass[r] << 15);
-#pragma unroll
-      for (int team = 0; team < 2 * kTeams; ++team) sum += s_.num[team][r][i % D];
-      publish(r, i % D, sum);
-    }
-  }
-
-  /// Adds to the CTA's masses.
-  __device__ void count_masses() {
-    if constexpr (kNibbles) {
-      if (member_ != 0) return;
-#pragma unroll
-      for (int t = 0; t < Quads; ++t) {
-        for (int s = 1; s < 4; s *= 2) {
-          mass_[t] += __shfl_xor_sync(kWarp, mass_[t], s);
-          half_mass_[t] += __shfl_xor_sync(kWarp, half_mass_[t], s);
-        }
-        if (c_ != 0 || g_ % 2 != 0) continue;
-        atomicAdd(&s_.mass[4 * t + g_ / 2], mass_[t]);
-        atomicAdd(&s_.half_mass[4 * t + g_ / 2], half_mass_[t]);
       }
     }
   }
@@ -258,9 +208,78 @@ class ValueWarps {
   const plan::DecodeParams& p_;
   const RangeTask& task_;
   Shared& s_;
-  const int team_, member_, lane_, g_, c_;             // lane 4 g + c
-  int sum_[kTilesM][Quads][2][4];                      // products by weight byte 2 n + column % 2
-  unsigned long long mass_[Quads], half_mass_[Quads];  // of nibbles, in member 0
+  const int member_, lane_, g_, c_;  // lane 4 g + c
+  const int sends_, loads_;          // where in a block: the row's first piece, as sent and as multiplied
+  int sum_[kTilesM][Quads][2][4];    // products by weight byte 2 n + column % 2
+  int sent_ = 0, added_ = 0;         // blocks
+  int sending_ = 0, adding_ = 0;     // their buffers
+  uint32_t parity_ = 0;
+  bool over_ = false;
 };
+
+/// Waits for the oldest of `in_flight` groups of copies.
+template <int Most>
+__device__ void wait_oldest(int in_flight) {
+  if constexpr (Most == 1) {
+    ptx::wait_copies();
+  } else if (in_flight == Most) {
+    ptx::wait_copies_but<Most - 1>();
+  } else {
+    wait_oldest<Most - 1>(in_flight);
+  }
+}
+
+constexpr int kAhead = 3;  ///< blocks on their way before one is waited for while others keep coming
+
+/// Serves queues until they are closed: one, or both, whose blocks are then added in the order in which they came.
+template <int Most, class... Sums>
+__device__ void serve(Sums&... sums) {
+  unsigned order = 0;  // bit i: which queue the i-th oldest block in flight is of
+  int in_flight = 0;
+  while (true) {
+    unsigned which = 0;
+    bool sent = false;
+    const auto try_send = [&](auto& of_queue) {
+      if (of_queue.send()) {
+        order |= which << in_flight;
+        ++in_flight;
+        sent = true;
+      }
+      ++which;
+    };
+    (try_send(sums), ...);
+    if (in_flight == 0) {
+      if ((sums.over() && ...)) return;
+      __nanosleep(100);
+      continue;
+    }
+    if (sent && in_flight < kAhead) continue;
+    wait_oldest<Most>(in_flight);
+    __syncwarp();  // every lane's copies have arrived
+    which = 0;
+    ((which++ == (order & 1) ? sums.add() : void()), ...);
+    order >>= 1;
+    --in_flight;
+  }
+}
+
+/// A value warp's work. warp: 0 .. kValueWarps - 1.
+template <int D, int Quads>
+__device__ void run_value_warp(const Step& step, const RangeTask& task, StreamShared<D, Quads>& shared, int warp) {
+  using Shared = StreamShared<D, Quads>;
+  PlaneSums<D, Quads, Plane::kNibbles> nibbles(step.params, task, shared, warp % kMembers);
+  PlaneSums<D, Quads, Plane::kBytes> bytes(step.params, task, shared, warp % kMembers);
+  if constexpr (Shared::kKinds == 1) {
+    serve<Shared::kNibbleBlocks + Shared::kByteBlocks>(nibbles, bytes);
+    nibbles.finish();
+    bytes.finish();
+  } else if (warp / kMembers == 0) {
+    serve<Shared::kNibbleBlocks>(nibbles);
+    nibbles.finish();
+  } else {
+    serve<Shared::kByteBlocks>(bytes);
+    bytes.finish();
+  }
+}
 
 }  // namespace fold::cuda

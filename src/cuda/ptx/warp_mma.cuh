@@ -20,12 +20,17 @@ FOLD_MMA(mma_s8u8, "s8", "u8")
 FOLD_MMA(mma_s8s8, "s8", "s8")
 #undef FOLD_MMA
 
-/// m16n8k16: only k = 4 c .. 4 c + 3.
-__device__ inline void mma_s8u8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-               : "r"(a0), "r"(a1), "r"(b0));
-}
+// m16n8k16: only k = 4 c .. 4 c + 3.
+#define FOLD_MMA_K16(name, a_type, b_type)                                         \
+  __device__ inline void name(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." a_type "." b_type        \
+                 ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"        \
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                  \
+                 : "r"(a0), "r"(a1), "r"(b0));                                     \
+  }
+FOLD_MMA_K16(mma_s8u8_k16, "s8", "u8")
+FOLD_MMA_K16(mma_u8s8_k16, "u8", "s8")
+#undef FOLD_MMA_K16
 
 /// Four 8 x 8 matrices of 16-bit elements, transposed: lane i gives the address of row i % 8 of matrix i / 8; lane
 /// 4 g + c receives in m[q] the elements (2 c, g) and (2 c + 1, g) of matrix q.

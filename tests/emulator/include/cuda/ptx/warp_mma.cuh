@@ -15,5 +15,8 @@ FOLD_MMA(s8s8)
 inline void mma_s8u8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0, EMU_WHERE) {
   emu::mma("s8u8_k16", d, {a0, a1, 0, 0, b0, 0}, emu::combine_s8u8, where);
 }
+inline void mma_u8s8_k16(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0, EMU_WHERE) {
+  emu::mma("u8s8_k16", d, {a0, a1, 0, 0, b0, 0}, emu::combine_u8s8, where);
+}
 inline void load_transposed(uint32_t (&m)[4], uint32_t address, EMU_WHERE) { emu::load_transposed(m, address, where); }
 }  // namespace fold::cuda::ptx
