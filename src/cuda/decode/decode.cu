@@ -29,114 +29,187 @@ struct Summing<D, 0, true> {
   using Summer = RangeSummer<D>;
 };
 
-/// The tiles of one of `splits` ranges of a group.
-__device__ TileRange share(const Visible& visible, const plan::DecodeParams& p, int split, int splits) {
-  const TileRange range = tiles_within(visible, p.key_begin, p.key_end);
-  const int tiles = range.end - range.begin, each = tiles / splits, more = tiles % splits;
-  const int begin = range.begin + each * split + min(split, more);
-  return {begin, begin + each + (split < more)};
+// A group's sums are made by whoever comes. Its work is handed out in units: tiles, if the summer takes those, or
+// ranges of tiles of a part of the rows.
+
+/// How many a run of a group has.
+template <class Summer>
+__device__ unsigned units_of(const Step& step, const TileRange& tiles, bool again) {
+  if constexpr (Summer::kTakesTiles) {
+    return static_cast<unsigned>(tiles.end - tiles.begin);
+  } else {
+    return static_cast<unsigned>(step.parts * (again ? step.rerun_splits : step.splits));
+  }
 }
 
-/// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
-struct Item {
-  int index;        // of the group
-  int part, split;  // of how many rows and tiles
-  bool again;
-};
-
-/// False: the token sees no key, or keys past the table.
-__device__ bool start_task(const Step& step, const Item& item, RangeTask& task) {
+/// Takes work of a group, described by `task`. units: of those taken, such without a tile; else 0. False: there is
+/// nothing left. One thread.
+template <class Summer>
+__device__ bool take(const Step& step, int index, RangeTask& task, unsigned& units) {
   const plan::DecodeParams& p = step.params;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = item.index / kv_heads;
-  task.g = step.workspace.group(item.index);
-  const GroupHead& head = *task.g.head;
-  if (head.seen == 0) return false;
+  task.g = step.workspace.group(index);
+  GroupHead& head = *task.g.head;
+  const TileRange tiles = head.tiles;
+  task.chunk = 1;
+  unsigned wanted = 1;
+  if constexpr (Summer::kTakesTiles) {
+    // A few chunks a warp, so that all end together.
+    const int each = (tiles.end - tiles.begin) / (step.splits * Summer::kWarps * 6);
+    task.chunk = max(1, min(each, kMaxChunk));
+    wanted = static_cast<unsigned>(task.chunk * Summer::kWarps);
+  }
+  const unsigned taken = atomicAdd(&head.taken, wanted), first = taken & kTakenMask;
+  const bool again = taken >> kRunShift != 0;
+  if (first >= units_of<Summer>(step, tiles, again)) return false;
+  __threadfence();  // what led to the run is seen
+  atomicAdd(&head.workers, 1u);
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = index / kv_heads;
   task.visible = head.visible;
   task.batch = token / static_cast<int>(p.tokens);
-  task.token = token % static_cast<int>(p.tokens);
-  task.kv_head = item.index % kv_heads;
+  task.kv_head = index % kv_heads;
   task.rows = step.workspace.rows;
-  task.row_begin = step.workspace.rows * item.part / step.parts;
-  task.row_end = step.workspace.rows * (item.part + 1) / step.parts;
-  task.active = head.active;
+  task.row_begin = 0;
+  task.row_end = task.rows;
+  task.active = *const_cast<volatile uint64_t*>(&head.active);
   task.fit_mark = head.fit_mark;
   task.typical = head.typical;
   task.outliers = head.outliers;
-  task.tiles = share(task.visible, p, item.split, item.again ? step.rerun_splits : step.splits);
+  task.first_tile = tiles.begin;
+  units = 0;
+  if constexpr (Summer::kTakesTiles) {
+    task.tiles = {tiles.begin + static_cast<int>(first), tiles.end};
+  } else {
+    const int splits = again ? step.rerun_splits : step.splits, part = static_cast<int>(first) / splits,
+              split = static_cast<int>(first) % splits;
+    const int each = (tiles.end - tiles.begin) / splits, more = (tiles.end - tiles.begin) % splits;
+    const int begin = tiles.begin + each * split + min(split, more);
+    task.tiles = {begin, begin + each + (split < more)};
+    task.row_begin = task.rows * part / step.parts;
+    task.row_end = task.rows * (part + 1) / step.parts;
+    if (task.tiles.begin == task.tiles.end) units = 1;
+  }
   return true;
 }
 
-/// Puts a group into the queue of those that run again.
-__device__ void enqueue(const Step& step, int index) {
-  const unsigned at = atomicAdd(&step.workspace.queue()->entries, 1u);
-  atomicExch(&step.workspace.queue_entries()[at], index);
-}
+/// A CTA's visit to a group, in shared memory, as registers are scarce.
+struct Visit {
+  int group;          // -1: none
+  bool first;         // nobody was sent there before
+  bool helps;         // all groups have had their visits
+  bool searches;      // there may be one that needs help
+  unsigned reopened;  // WorkQueue's at the last search
+  bool some, last;    // whether there is something to do, whether nothing is left afterwards
+  unsigned units;
+  uint64_t again;  // rows
+};
 
-/// Sums an item; the CTA that adds a group's last sums finishes it.
+/// Works on a group until nothing of it is left to take. The CTA that adds its last sums finishes it, or has it run
+/// again.
 template <int D, class Summer, class Shared>
-__device__ void run_item(const Step& step, const Item& item, RangeTask& task, Shared& shared) {
-  __shared__ unsigned arrived;
-  __shared__ uint64_t rows_again;
-  __shared__ bool seen;
-  if (threadIdx.x == 0) seen = start_task(step, item, task);
-  __syncthreads();
-  if (!seen) {
-    const bool first = item.part == 0 && item.split == 0;
-    if (first && threadIdx.x == 0) atomicAdd(&step.workspace.queue()->finished, 1u);
-    return;
-  }
-  if (task.tiles.begin < task.tiles.end && task.active != 0) Summer(step, task, shared).run();
-  __syncthreads();
+__device__ void work_on(const Step& step, Visit& visit, RangeTask& task, Shared& shared) {
   if (threadIdx.x == 0) {
-    __threadfence();
-    arrived = atomicAdd(&task.g.head->arrivals, 1u);
-    __threadfence();
+    const GroupHead& head = *step.workspace.group(visit.group).head;
+    visit.some = visit.last = false;
+    if (head.seen == 0) {
+      if (visit.first) atomicAdd(&step.workspace.queue()->finished, 1u);
+    } else if (units_of<Summer>(step, head.tiles, false) == 0 || head.active == 0) {  // nothing is summed
+      visit.last = visit.first;
+    } else {
+      visit.some = take<Summer>(step, visit.group, task, visit.units);
+    }
   }
   __syncthreads();
-  if (static_cast<int>(arrived) + 1 != step.parts * (item.again ? step.rerun_splits : step.splits)) return;
-  const bool again = finish_group<D>(step, item.index, rows_again);
+  if (visit.some) {
+    if (visit.units == 0) {
+      const unsigned units = Summer(step, task, shared).run();
+      if (threadIdx.x == 0) visit.units = units;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      GroupHead& head = *task.g.head;
+      const bool again = head.run > 0;  // not over before these units are in
+      visit.last = atomicAdd(&head.done, visit.units) + visit.units == units_of<Summer>(step, head.tiles, again);
+      __threadfence();
+    }
+    __syncthreads();
+  }
+  if (!visit.last) return;
+  const bool again = finish_group<D>(step, visit.group, visit.again);
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence();
   if (again) {
-    enqueue(step, item.index);
+    GroupHead& head = *step.workspace.group(visit.group).head;
+    atomicExch(&head.taken, static_cast<unsigned>(head.run) << kRunShift);
+    atomicAdd(&step.workspace.queue()->reopened, 1u);
   } else {
     atomicAdd(&step.workspace.queue()->finished, 1u);
   }
 }
 
-/// The next item, if there is one before every group is finished. Waiting CTAs wait for running
-/// ones only, since an item belongs to whoever took it: no CTA has to be resident for others to get on.
-__device__ bool take_item(const Step& step, Item& item) {
-  WorkQueue& queue = *step.workspace.queue();
-  const int64_t items = step.workspace.groups * step.parts * step.splits;
-  const auto nth = [&](unsigned n, int group, unsigned splits, bool again) {
-    item = {group, static_cast<int>(n / splits) % step.parts, static_cast<int>(n % splits), again};
-  };
-  const auto per_first = static_cast<unsigned>(step.parts * step.splits);
-  if (const unsigned n = atomicAdd(&queue.items, 1u); n < items) {
-    nth(n, static_cast<int>(n / per_first), step.splits, false);
-    return true;
-  }
-  if (step.params.numerator != nullptr) return false;  // partial sums never run again
-  const unsigned ticket = atomicAdd(&queue.reruns, 1u);
-  const auto per_group = static_cast<unsigned>(step.parts * step.rerun_splits);
-  const int64_t entry = ticket / per_group;
-  volatile unsigned* const finished = &queue.finished;
-  volatile int* const entries = step.workspace.queue_entries();
-  while (*finished < step.workspace.groups) {
-    const int group = entry < step.workspace.groups * Workspace::kQueueEntries ? entries[entry] : -1;
-    if (group >= 0) {
-      nth(ticket % per_group, group, step.rerun_splits, true);
-      __threadfence();  // what led to it is seen
-      return true;
+/// The group of which most is left for each CTA that works on it, if it is worth coming. chosen: -1 before. By all
+/// threads.
+template <class Summer>
+__device__ void find_group(const Step& step, int& chosen) {
+  __shared__ unsigned most;
+  if (threadIdx.x == 0) most = 0;
+  __syncthreads();
+  unsigned best = 0;
+  int group = -1;
+  for (int i = threadIdx.x; i < step.workspace.groups; i += blockDim.x) {
+    const GroupHead& head = *step.workspace.group(i).head;
+    if (head.seen == 0 || head.active == 0) continue;
+    const unsigned taken = *const_cast<volatile const unsigned*>(&head.taken);
+    const unsigned all = units_of<Summer>(step, head.tiles, taken >> kRunShift != 0),
+                   gone = min(taken & kTakenMask, all);
+    unsigned left = all - gone;
+    if constexpr (Summer::kTakesTiles) {
+      if (gone > 0 && left < 4 * Summer::kWarps) left = 0;  // over before a CTA has started
     }
-    __nanosleep(100);
+    const unsigned each =
+        left == 0 ? 0 : max(1u, 16 * left / (1 + *const_cast<volatile const unsigned*>(&head.workers)));
+    if (each > best) {
+      best = each;
+      group = i;
+    }
   }
-  return false;
+  if (best > 0) atomicMax(&most, best);
+  __syncthreads();
+  if (best > 0 && best == most) atomicMax(&chosen, group);
 }
 
-/// Whole groups, by as many CTAs as there may be.
+/// Where to go next, or where to search. False: nothing is left to do. One thread.
+template <class Summer>
+__device__ bool next_visit(const Step& step, Visit& visit) {
+  WorkQueue& queue = *step.workspace.queue();
+  if (!visit.helps) {  // every group has its number of visits first
+    const auto per_group = static_cast<unsigned>(Summer::kTakesTiles ? step.splits : step.splits * step.parts);
+    const unsigned n = atomicAdd(&queue.visits, 1u);
+    visit.first = n % per_group == 0;
+    visit.helps = visit.searches = n / per_group >= step.workspace.groups;
+    visit.group = visit.helps ? -1 : static_cast<int>(n / per_group);
+    if (!visit.helps) return true;
+    visit.first = false;
+  } else if (visit.group >= 0) {
+    visit.searches = true;
+  } else if (step.params.numerator != nullptr) {
+    return false;  // partial sums never run again
+  } else {
+    // What was not worth helping is not later, unless it runs again.
+    visit.searches = *const_cast<volatile unsigned*>(&queue.reopened) != visit.reopened;
+    if (!visit.searches) {
+      if (*const_cast<volatile unsigned*>(&queue.finished) >= step.workspace.groups) return false;
+      __nanosleep(200);
+    }
+  }
+  visit.group = -1;
+  if (visit.searches) visit.reopened = *const_cast<volatile unsigned*>(&queue.reopened);
+  return true;
+}
+
+/// Whole groups, by as many CTAs as there may be. Whoever has no visit to make helps where it can. Waiting CTAs wait
+/// for running ones only, since work belongs to whoever took it: no CTA has to be resident for others to get on.
 template <int D, class Summing>
 __global__ __launch_bounds__(Summing::Summer::kThreads,
                              Summing::Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
@@ -146,13 +219,16 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
   __shared__ RangeTask task;
-  __shared__ Item item;
+  __shared__ Visit visit;
   __shared__ bool more;
+  if (threadIdx.x == 0) visit.helps = false;
   while (true) {
-    if (threadIdx.x == 0) more = take_item(step, item);
+    if (threadIdx.x == 0) more = next_visit<Summer>(step, visit);
     __syncthreads();
     if (!more) return;
-    run_item<D, Summer>(step, item, task, shared);
+    if (visit.helps && visit.searches) find_group<Summer>(step, visit.group);
+    __syncthreads();
+    if (visit.group >= 0) work_on<D, Summer>(step, visit, task, shared);
     __syncthreads();
   }
 }

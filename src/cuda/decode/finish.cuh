@@ -129,7 +129,7 @@ __device__ void write_row(const Step& step, const GroupState& g, int64_t token, 
   if (p.recomputed != nullptr) p.recomputed[at] = (g.head->recomputed >> r & 1) != 0;
 }
 
-/// Every sum of the run is in. again: shared memory. Returns whether rows run again; the group then waits in the queue.
+/// Every sum of the run is in. again: shared memory. Returns whether rows run again.
 template <int D>
 __device__ __noinline__ bool finish_group(const Step& step, int64_t index, uint64_t& again) {
   const GroupState g = step.workspace.group(index);
@@ -137,7 +137,7 @@ __device__ __noinline__ bool finish_group(const Step& step, int64_t index, uint6
   const int kv_heads = static_cast<int>(step.params.cache.layout.n_kv_heads);
   if (threadIdx.x == 0) again = 0;
   __syncthreads();
-  const bool may = step.params.numerator == nullptr && g.head->run < Workspace::kQueueEntries;
+  const bool may = step.params.numerator == nullptr && g.head->run < Workspace::kReruns;
   for (int r = threadIdx.x; may && r < rows; r += blockDim.x) {
     if ((g.head->active >> r & 1) == 0 || !correct_row(g, r, g.head->visible.count())) continue;
     atomicOr(reinterpret_cast<unsigned long long*>(&again), 1ull << r);
@@ -151,7 +151,7 @@ __device__ __noinline__ bool finish_group(const Step& step, int64_t index, uint6
       again &= ~(uint64_t{1} << r);
     }
     g.head->active = again;
-    g.head->arrivals = 0;
+    g.head->done = g.head->workers = 0;
     ++g.head->run;
   }
   __syncthreads();

@@ -8,14 +8,19 @@
 // decides together what is read (docs/numerics.md, sections 5-8); group index: (batch * T + token) * HK + KV head.
 namespace fold::cuda {
 
+constexpr int kRunShift = 29;  ///< a group has fewer tiles than 2^26
+constexpr unsigned kTakenMask = (1u << kRunShift) - 1;
 constexpr int kMaxRows = 64;  ///< query heads a KV head may serve
 
-struct GroupHead {
+struct alignas(16) GroupHead {
   Visible visible;
+  TileRange tiles;      // to be summed
+  unsigned taken;       // what of the run's work has been handed out (see take()) + run << kRunShift
+  int run;              // 0, and one more each time rows run again
+  unsigned done;        // what of it has been added to the group's sums
+  unsigned workers;     // CTAs that took part in the run
   int fit_mark;         // 0: no correction
   int typical;          // exponent of the settled blocks' bounds (section 6)
-  int run;              // 0, and one more each time rows run again
-  unsigned arrivals;    // work items of this run that are done
   int seen;             // 0: the token sees no key
   int outliers;         // whether a settled block's bound is so far above the typical one that it is read deeper
   uint64_t nan;         // rows whose output is NaN
@@ -53,11 +58,9 @@ struct GroupState {
   int8_t *a, *b;              // (G, D)
 };
 
-/// What is handed out to CTAs, and the groups that run again, in the order in which they asked.
 struct WorkQueue {
-  unsigned items;     // of first runs, handed out
-  unsigned reruns;    // items of groups that run again, handed out
-  unsigned entries;   // reserved for such groups
+  unsigned visits;    // first ones of CTAs to groups, handed out
+  unsigned reopened;  // how often a group was to run again
   unsigned finished;  // groups
 };
 
@@ -71,17 +74,16 @@ struct Workspace {
                                                       8 * numerics::kRank + head_dim * (8 + 4));
     return (bytes + 127) / 128 * 128;
   }
-  __host__ __device__ static constexpr int64_t bytes_of_queue(int64_t groups) {
-    return (int64_t{sizeof(WorkQueue)} + groups * kQueueEntries * 4 + 255) / 256 * 256;
-  }
-  __host__ __device__ int64_t bytes() const { return bytes_of_queue(groups) + groups * group_bytes; }
+  static constexpr int64_t kQueueBytes = 256;
+  static_assert(sizeof(WorkQueue) <= kQueueBytes);
+  __host__ __device__ int64_t bytes() const { return kQueueBytes + groups * group_bytes; }
 
-  static constexpr int kQueueEntries = numerics::kMaxRuns - 1;  ///< times a group may run again
+  static constexpr int kReruns = numerics::kMaxRuns - 1;  ///< times a group may run again
+  static_assert(kReruns < 1 << (32 - kRunShift));
 
   __device__ WorkQueue* queue() const { return reinterpret_cast<WorkQueue*>(base); }
-  __device__ int* queue_entries() const { return reinterpret_cast<int*>(base + sizeof(WorkQueue)); }
   __device__ GroupState group(int64_t index) const {
-    uint8_t* at = base + bytes_of_queue(groups) + index * group_bytes;
+    uint8_t* at = base + kQueueBytes + index * group_bytes;
     GroupState g;
     g.head = reinterpret_cast<GroupHead*>(at);
     g.num = reinterpret_cast<unsigned long long*>(at + sizeof(GroupHead));
@@ -103,7 +105,7 @@ struct Step {
   plan::DecodeParams params;
   numerics::Gates gates;  // instead of the depth's, if params.gates is set
   Workspace workspace;
-  int splits, rerun_splits;  // ranges of tiles a group is cut into, at first and when it runs again
+  int splits, rerun_splits;  // CTAs that a group is meant for, at first and when it runs again
   int parts;                 // ranges of rows
   int64_t max_pages;         // columns of the block table
 };

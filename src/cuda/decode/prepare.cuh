@@ -265,12 +265,10 @@ __device__ inline void clear_group(const Step& step, int64_t index) {
   for (int i = threadIdx.x; i < rows * step.workspace.head_dim; i += blockDim.x) g.num[i] = 0;
   for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
   for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
-  for (int i = threadIdx.x; i < Workspace::kQueueEntries; i += blockDim.x) {
-    step.workspace.queue_entries()[index * Workspace::kQueueEntries + i] = -1;
-  }
   if (threadIdx.x != 0) return;
+  g.head->taken = 0;
   g.head->run = 0;
-  g.head->arrivals = 0;
+  g.head->done = g.head->workers = 0;
   g.head->recomputed = 0;
   g.head->bytes = 0;
   if (index == 0) *step.workspace.queue() = {};
@@ -292,6 +290,7 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
       v.last_physical() / static_cast<int>(p.cache.layout.page_size) >= step.max_pages) {
     return false;
   }
+  if (thread == 0) step.workspace.group(index).head->tiles = tiles_within(v, p.key_begin, p.key_end);
   // The keys scored: the samples first, then what is counted once. Two threads a key, which take turns in the rows.
   const int n = v.count();
   const int64_t rest = n > numerics::kScoredKeys ? n - 1 - numerics::kNewest : 0;

@@ -11,6 +11,9 @@ struct RangeTask {
   int batch, token, kv_head, rows, fit_mark, typical, outliers;
   int row_begin, row_end;  // whose values are summed here
   TileRange tiles;
+  // StreamSummer: tiles that a warp takes at once, and where the group begins. `tiles` begins with a chunk for each
+  // warp and ends with the group.
+  int chunk, first_tile;
 };
 
 /// Adds a CTA's sums of row r to the group's.

@@ -9,7 +9,7 @@ class ScanWarp {
  public:
   using Shared = StreamShared<D, Quads>;
 
-  /// Of the range's tiles the warp has every kScanWarps-th, from its own number on.
+  /// The warp has a chunk of the task's tiles, by its number, and then takes more of the group's.
   __device__ ScanWarp(const Step& step, const RangeTask& task, Shared& shared, int warp)
       : p_(step.params),
         task_(task),
@@ -19,8 +19,7 @@ class ScanWarp {
         lane_(threadIdx.x % 32),
         g_(lane_ / 4),
         c_(lane_ % 4),
-        first_tile_(task.tiles.begin + warp),
-        tiles_((task.tiles.end - first_tile_ + Shared::kScanWarps - 1) / Shared::kScanWarps),
+        taken_(static_cast<unsigned>(task.tiles.begin - task.first_tile + warp * task.chunk)),
         candidates_(step.params, shared, shared.scan[warp]) {}
 
   /// Sends for the first tiles. Barriers are initialised, offsets set.
@@ -30,16 +29,22 @@ class ScanWarp {
   }
 
   __device__ void run() {
-    for (int n = 0; n <= tiles_; ++n) {
-      if (n < tiles_) {
+    int n = 0;
+    for (bool more = true; more;) {
+      Stage& stage = w_.stage[n % kStages];
+      const int tile = stage.tile;
+      more = tile >= 0;
+      if (more) {
         ptx::wait_barrier(barrier_ + 8 * (n % kStages), n / kStages % 2);
-        scan(w_.stage[n % kStages], tile(n));
+        scan(stage, tile);
         __syncwarp();
-        send(n + kStages);
+        send(n);
+        ++n;
       }
-      candidates_.read(n == tiles_);
+      candidates_.read(!more);
     }
     candidates_.flush(seen_, 2 * settled_);
+    if (lane_ == 0) atomicAdd(&s_.done, static_cast<unsigned>(n));
   }
 
  private:
@@ -47,31 +52,40 @@ class ScanWarp {
 
   using Stage = typename Shared::Stage;
 
-  __device__ int tile(int n) const { return first_tile_ + n * Shared::kScanWarps; }
-
   /// Whether a settled tile's outliers may open V's gates.
   __device__ bool bounded(int tile) const { return task_.outliers != 0 && task_.visible.settled(tile); }
 
-  /// Where the warp's n-th tile is.
-  __device__ Place place_of(int n) const {
-    if (n >= tiles_) return {0, 0};
-    const int in_table = static_cast<int>(static_cast<uint64_t>(tile(n)) * s_.per_page >> 31);
+  /// Where a tile is.
+  __device__ Place place_of(int tile) const {
+    const int in_table = static_cast<int>(static_cast<uint64_t>(tile) * s_.per_page >> 31);
     // A page that does not exist makes for nonsense, which nobody asks for.
     const auto id = static_cast<unsigned>(__ldg(p_.block_table + task_.batch * p_.block_table_stride + in_table));
     return {static_cast<int>(min(id, static_cast<unsigned>(p_.cache.num_pages - 1))),
-            (tile(n) - in_table * s_.tiles_of_page) * kTile};
+            (tile - in_table * s_.tiles_of_page) * kTile};
   }
 
-  /// Sends for the warp's n-th tile, if there is one. Places are looked up several at a time.
+  /// Begins the chunk that was taken and takes another, for later.
+  __device__ void begin_chunk() {
+    next_ = task_.first_tile + static_cast<int>(__shfl_sync(kWarp, taken_, 0) & kTakenMask);
+    chunk_end_ = min(next_ + task_.chunk, task_.tiles.end);
+    if (next_ >= chunk_end_) return;
+    if (const int tile = next_ + lane_; tile < chunk_end_) w_.place[tile % kMaxChunk] = place_of(tile);
+    if (lane_ == 0) taken_ = atomicAdd(&task_.g.head->taken, static_cast<unsigned>(task_.chunk));
+    __syncwarp();
+  }
+
+  /// Sends for the warp's next tile, if there is one, to the stage of its n-th.
   __device__ void send(int n) {
-    if (n >= tiles_) return;
-    if (n % kPlaces == 0) {
-      if (lane_ < kPlaces) w_.place[lane_] = place_of(n + lane_);
-      __syncwarp();
+    if (next_ >= chunk_end_) begin_chunk();
+    Stage& stage = w_.stage[n % kStages];
+    if (next_ >= chunk_end_) {
+      if (lane_ == 0) stage.tile = -1;
+      return;
     }
+    const int tile = next_++;
     if (lane_ == 0) {
-      const Place place = w_.place[n % kPlaces];
-      Stage& stage = w_.stage[n % kStages];
+      const Place place = w_.place[tile % kMaxChunk];
+      stage.tile = tile;
       stage.place = place;
       const uint8_t* const from = p_.cache.pages + place.page * p_.cache.page_stride;
       const uint32_t barrier = barrier_ + 8 * (n % kStages), to = ptx::shared_address(&stage);
@@ -79,7 +93,7 @@ class ScanWarp {
         ptx::bulk_copy(to + static_cast<uint32_t>(static_cast<const uint8_t*>(part) - stage.k_h), from + offset, bytes,
                        barrier);
       };
-      const bool with_bound = bounded(tile(n));
+      const bool with_bound = bounded(tile);
       ptx::expect_bytes(barrier, kTile * (kHalf + 4) + (with_bound ? 16 : 0));
       copy(stage.k_h, s_.offsets.k_h + place.slot * kHalf, kTile * kHalf);
       copy(stage.k_scale, s_.offsets.k_scale + 2 * place.slot, 2 * kTile);
@@ -182,8 +196,9 @@ class ScanWarp {
   Shared& s_;
   typename Shared::Scan& w_;
   const uint32_t barrier_;
-  const int lane_, g_, c_;  // lane 4 g + c
-  const int first_tile_, tiles_;
+  const int lane_, g_, c_;        // lane 4 g + c
+  int next_ = 0, chunk_end_ = 0;  // tile to send for next, end of its chunk
+  unsigned taken_;                // in lane 0: the chunk that follows, counted from the group's first tile
 
   Candidates<D, Quads> candidates_;
   int seen_ = 0, settled_ = 0;  // keys a lane has scanned; settled tiles

@@ -6,7 +6,7 @@
 namespace fold::cuda {
 
 constexpr int kStages = 2;    ///< tiles on their way to a scan warp
-constexpr int kPlaces = 16;   ///< tiles looked up at once in the block table
+constexpr int kMaxChunk = 8;  ///< tiles that a scan warp takes at once
 constexpr int kBatch = 16;    ///< candidates that are read deeper at once
 constexpr int kListed = 128;  ///< candidates that a scan warp may hold, more than a tile's and two batches' less one
 constexpr int kMembers = 2;   ///< value warps that share a block's channels
@@ -49,10 +49,11 @@ struct StreamShared {
     uint8_t k_h[kTile * D / 2];
     uint16_t k_scale[kTile], v_scale[kTile], bound[8];
     Place place;
+    int tile;  // -1: there is none
   };
   struct Scan {
     Stage stage[kStages];
-    Place place[kPlaces];      // of the warp's tiles to come
+    Place place[kMaxChunk];    // of the chunk
     uint4 k_b[2][D / 64][32];  // a batch's rows of plane b: what each lane asked for of its two keys
     Candidate listed[kListed];
     unsigned long long den[Quads][32];  // of a lane's keys whose V is read
@@ -73,7 +74,8 @@ struct StreamShared {
   Offsets offsets;
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
-  int scanning;  // scan warps at work
+  int scanning;   // scan warps at work
+  unsigned done;  // tiles
   int tiles_of_page;
   unsigned per_page;  // 2^31 over that, rounded up: exact for every tile there can be
   int loud;           // whether some row may drop a weight of 2^22 or more

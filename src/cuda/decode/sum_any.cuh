@@ -34,8 +34,9 @@ class RangeSummer {
       : p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
 
   static constexpr int kThreads = kSumThreads, kCtas = 1;
+  static constexpr bool kTakesTiles = false;  ///< but a range of them
 
-  __device__ void run() {
+  __device__ unsigned run() {
     const int tile_begin = task_.tiles.begin, tile_end = task_.tiles.end;
     const int part = task_.row_end - task_.row_begin;
     for (int i = threadIdx.x; i < part * D; i += kSumThreads) {
@@ -53,6 +54,7 @@ class RangeSummer {
     }
     __syncthreads();
     publish(bytes, values);
+    return 1;
   }
 
  private:

@@ -91,8 +91,9 @@ class NarrowSummer {
         c_(lane_ % 4) {}
 
   static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3;
+  static constexpr bool kTakesTiles = false;  ///< but a range of them
 
-  __device__ void run() {
+  __device__ unsigned run() {
     const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
     start(tile_begin, tile_end);
     for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {
@@ -122,6 +123,7 @@ class NarrowSummer {
       if (scored % (kFlushChunks * kChunkTiles) == 0 || tile + kChunkTiles >= tile_end) flush();
     }
     publish();
+    return 1;
   }
 
  private:

@@ -84,11 +84,14 @@ class StreamSummer {
  public:
   using Shared = StreamShared<D, Quads>;
   static constexpr int kThreads = Shared::kThreads, kCtas = Shared::kCtas;
+  static constexpr bool kTakesTiles = true;
+  static constexpr int kWarps = Shared::kScanWarps;  ///< that take tiles
 
   __device__ StreamSummer(const Step& step, const RangeTask& task, Shared& shared)
       : step_(step), task_(task), s_(shared), warp_(__shfl_sync(kWarp, threadIdx.x / 32, 0)) {}
 
-  __device__ void run() {
+  /// Returns how many tiles it has summed, to thread 0.
+  __device__ unsigned run() {
     init();
     if (warp_ < Shared::kScanWarps) {
       ScanWarp<D, Quads> scan(step_, task_, s_, warp_);
@@ -102,6 +105,7 @@ class StreamSummer {
     }
     __syncthreads();
     publish();
+    return s_.done;
   }
 
  private:
@@ -126,6 +130,7 @@ class StreamSummer {
           (0x80000000u + static_cast<unsigned>(s_.tiles_of_page) - 1) / static_cast<unsigned>(s_.tiles_of_page);
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
+      s_.done = 0;
       s_.values = s_.bytes = 0;
       s_.nibbles.init(kMembers);
       s_.bytes_of_v.init(kMembers);
