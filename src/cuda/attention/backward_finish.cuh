@@ -23,25 +23,21 @@ __global__ void __launch_bounds__(kFinishThreads) finish_rows_kernel(const Args 
       reinterpret_cast<const int4*>(a.sums + (head * a.tiles + tile) * kTileSums + piece * kPieceSums) + lane;
   const float* scale = a.rows + ((head * a.tiles + tile) * kRowNumbers + kScale) * kRows;
   const int r = 16 * (D == 64 ? piece : piece % 4) + lane / 4;
-  const int channel = (D == 64 ? 0 : piece / 4 * 64) + 2 * (lane % 4);
-  const int pieces = D == 96 && piece >= 4 ? 4 : 8;
+  const int channel = D == 64 ? 0 : piece / 4 * 64;
   int4 x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < pieces) x[i] = sums[32 * i];
-  }
+  for (int i = 0; i < 8; ++i) x[i] = sums[32 * i];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first + r + 8 * half;
-    if (row >= s.q_len) continue;
     const float factor = a.scale / scale[r + 8 * half];
-    G* dq = row_address<G>(a.dq, s, s.q_begin, row, head) + channel;
+    float dq[16];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (i >= pieces) continue;
-      store_pair(dq + 8 * i, static_cast<float>(half ? x[i].z : x[i].x) * factor,
-                 static_cast<float>(half ? x[i].w : x[i].y) * factor);
+      dq[2 * i] = static_cast<float>(half ? x[i].z : x[i].x) * factor;
+      dq[2 * i + 1] = static_cast<float>(half ? x[i].w : x[i].y) * factor;
     }
+    store_row(row_address<G>(a.dq, s, s.q_begin, row, head) + channel, dq, row < s.q_len ? min(D - channel, 64) : 0);
   }
 }
 

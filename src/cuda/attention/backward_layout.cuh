@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/wgmma.cuh"
 #include "plan/attention_params.h"
 
 // What the kernels of the backward share: tiles, where sequences lie, and the workspace.
@@ -25,7 +26,8 @@ constexpr int kPieces = 8, kPieceSums = 16 * 64, kTileSums = kPieces * kPieceSum
 
 /// Of the rows of a tile, each an array over the rows: log-sum-exp in base 2, Delta, and the grid's 2^shift.
 /// lse +inf: the row sees no key, or there is none. NaN in lse and scale: something that the row sees is not finite.
-enum RowNumber { kLse, kDelta, kScale, kRowNumbers };
+/// Weights need those before kScale.
+enum RowNumber { kLse, kDelta, kScale, kRowNumbers, kWeightNumbers = kScale };
 
 /// Keys whose largest norms are also kept together.
 constexpr int kNormBlock = 64;
@@ -138,11 +140,43 @@ __device__ inline T* row_address(const plan::RowsView& x, const Sequence& s, int
 }
 
 __device__ inline void store_pair(float* to, float x, float y) { *reinterpret_cast<float2*>(to) = {x, y}; }
-__device__ inline void store_pair(__nv_bfloat16* to, float x, float y) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(x, y);
+template <typename G>
+__device__ inline void store_pair(G* to, float x, float y) {
+  *reinterpret_cast<uint32_t*>(to) = ptx::pair<G>(x, y);
 }
-__device__ inline void store_pair(__half* to, float x, float y) {
-  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(x, y);
+
+/// The columns that wgmma leaves to a thread, of one row: x[2 i + e] for column 8 i + 2 (lane % 4) + e. The first
+/// `width` columns go to to[..], width: a multiple of 32, at most 4 N; by the whole warp. to: 16-byte aligned, the same
+/// for the 4 lanes of a row.
+template <int N>
+__device__ inline void store_row(float* to, const float (&x)[N], int width) {
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    if (8 * i < width) store_pair(to + 8 * i + 2 * (threadIdx.x % 4), x[2 * i], x[2 * i + 1]);
+  }
+}
+
+/// 16-bit elements change hands first, so that a lane writes 16 bytes.
+template <typename G, int N>
+__device__ inline void store_row(G* to, const float (&x)[N], int width) {
+  const bool high = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const auto exchange = [](uint32_t& a, uint32_t& b, bool second, int lanes) {  // a of the second for b of the first
+    const uint32_t got = __shfl_xor_sync(0xffffffff, second ? a : b, lanes);
+    (second ? a : b) = got;
+  };
+#pragma unroll
+  for (int i = 0; i < N / 8; ++i) {
+    uint32_t w[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) w[e] = ptx::pair<G>(x[8 * i + 2 * e], x[8 * i + 2 * e + 1]);
+    exchange(w[0], w[2], high, 2);
+    exchange(w[1], w[3], high, 2);
+    exchange(w[0], w[1], odd, 1);
+    exchange(w[2], w[3], odd, 1);
+    if (32 * i < width) {
+      __stwb(reinterpret_cast<uint4*>(to + 32 * i + 8 * (threadIdx.x % 4)), make_uint4(w[0], w[1], w[2], w[3]));
+    }
+  }
 }
 
 }  // namespace fold::cuda::backward

@@ -74,13 +74,21 @@ __global__ void __launch_bounds__(kPrepareThreads) key_norms_kernel(const Args a
   if (threadIdx.x == 0) k_largest = v_largest = 0;
   __syncthreads();
   const int lane = threadIdx.x % kLanes, channel = 8 * lane;
+  constexpr int kTurns = kNormBlock / kAtOnce;
+  uint4 k_words[kTurns], v_words[kTurns];
 #pragma unroll
-  for (int i = 0; i < kNormBlock / kAtOnce; ++i) {
+  for (int i = 0; i < kTurns; ++i) {
+    const int64_t key = first + i * kAtOnce + threadIdx.x / kLanes;
+    const bool kept = channel < D && key < s.k_len;
+    k_words[i] = load_channels(row_address<const T>(a.k, s, s.k_begin, key, head), channel, kept);
+    v_words[i] = load_channels(row_address<const T>(a.v, s, s.k_begin, key, head), channel, kept);
+  }
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
     const int j = i * kAtOnce + threadIdx.x / kLanes;
-    const bool kept = channel < D && first + j < s.k_len;
     float k[8], v[8];
-    unpack<T>(load_channels(row_address<const T>(a.k, s, s.k_begin, first + j, head), channel, kept), k);
-    unpack<T>(load_channels(row_address<const T>(a.v, s, s.k_begin, first + j, head), channel, kept), v);
+    unpack<T>(k_words[i], k);
+    unpack<T>(v_words[i], v);
     const Norms norms = {row_norm<kLanes>(k), row_norm<kLanes>(v)};
     if (lane != 0) continue;
     a.key_norms[(head * a.norm_blocks + block) * kNormBlock + j] = norms;
@@ -93,31 +101,88 @@ __global__ void __launch_bounds__(kPrepareThreads) key_norms_kernel(const Args a
   if (max(k_largest, v_largest) >= 0x7f800000) a.dirty[int64_t{s.index} * a.kv_heads + head] = 1;
 }
 
-/// Largest norms among the keys [first, last) of a sequence, by L threads of a row. Exactly of these: what a row does
-/// not see must not change its grid.
-template <int L>
-__device__ inline Norms largest_norms(const Norms* keys, const Norms* blocks, KeyRange range) {
-  const int lane = threadIdx.x % L;
-  int k = 0, v = 0;
-  const auto add = [&](const Norms& n) {
-    k = max(k, __float_as_int(n.k));
-    v = max(v, __float_as_int(n.v));
-  };
+/// The larger of two pairs of norms, each by its bits: those of non-negative floats have their order, NaN comes last.
+__device__ inline Norms larger(const Norms& a, const Norms& b) {
+  return {__int_as_float(max(__float_as_int(a.k), __float_as_int(b.k))),
+          __int_as_float(max(__float_as_int(a.v), __float_as_int(b.v)))};
+}
+
+/// A thread's share of the largest norms among the keys [first, last) of a sequence: number `thread` of `threads`.
+__device__ inline Norms share_of_largest(const Norms* keys, const Norms* blocks, KeyRange range, int thread,
+                                         int threads) {
+  Norms norms{};
   const int first_block = (range.first + kNormBlock - 1) / kNormBlock, last_block = range.last / kNormBlock;
-  if (first_block < last_block) {
-    for (int j = range.first + lane; j < first_block * kNormBlock; j += L) add(keys[j]);
-    for (int j = first_block + lane; j < last_block; j += L) add(blocks[j]);
-    for (int j = last_block * kNormBlock + lane; j < range.last; j += L) add(keys[j]);
-  } else {
-    for (int j = range.first + lane; j < range.last; j += L) add(keys[j]);
-  }
+  const bool whole = first_block < last_block;
+  const int head_end = whole ? first_block * kNormBlock : range.last,
+            tail = whole ? last_block * kNormBlock : range.last;
+  for (int j = range.first + thread; j < head_end; j += threads) norms = larger(norms, keys[j]);
+  for (int j = first_block + thread; j < last_block; j += threads) norms = larger(norms, blocks[j]);
+  for (int j = tail + thread; j < range.last; j += threads) norms = larger(norms, keys[j]);
+  return norms;
+}
+
+/// The same of L lanes together.
+template <int L>
+__device__ inline Norms largest_of_lanes(Norms norms) {
 #pragma unroll
   for (int i = L / 2; i > 0; i /= 2) {
-    k = max(k, __shfl_xor_sync(0xffffffff, k, i));
-    v = max(v, __shfl_xor_sync(0xffffffff, v, i));
+    norms = larger(norms, {__shfl_xor_sync(0xffffffff, norms.k, i), __shfl_xor_sync(0xffffffff, norms.v, i)});
   }
-  return {__int_as_float(k), __int_as_float(v)};
+  return norms;
 }
+
+/// Largest norms among the keys that each row of a tile sees, exactly these: what a row does not see must not change
+/// its grid. Both ends of the range move by at most a key a row. So the keys that all rows see are looked at once, and
+/// of the others there are running maxima: below[n], of the n keys before those, and above[n], of the n keys behind
+/// them. Where no key is seen by all rows, a row sees fewer keys than a tile has rows.
+template <int Rows>
+struct TileNorms {
+  Norms all[kPrepareThreads / 32], below[Rows], above[Rows];
+
+  /// By all threads; __syncthreads() after it. rows: first and last one of the tile.
+  __device__ void find(const Norms* keys, const Norms* blocks, KeyRange first, KeyRange last) {
+    const KeyRange common = {last.first, first.last};
+    if (common.first >= common.last) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Norms mine = largest_of_lanes<32>(share_of_largest(keys, blocks, common, threadIdx.x, kPrepareThreads));
+    if (lane == 0) all[warp] = mine;
+    if (warp == 0) run(below, common.first - first.first, [&](int n) { return keys[common.first - 1 - n]; });
+    if (warp == 1) run(above, last.last - common.last, [&](int n) { return keys[common.last + n]; });
+  }
+  /// Of a row, by L lanes.
+  template <int L>
+  __device__ Norms of(const Norms* keys, const Norms* blocks, KeyRange first, KeyRange last, KeyRange row) const {
+    const KeyRange common = {last.first, first.last};
+    if (common.first >= common.last) {
+      return largest_of_lanes<L>(share_of_largest(keys, blocks, row, threadIdx.x % L, L));
+    }
+    Norms norms = larger(below[common.first - row.first], above[row.last - common.last]);
+    for (const Norms& n : all) norms = larger(norms, n);
+    return norms;
+  }
+
+ private:
+  /// maxima[n] = the largest of the first n, n <= count < Rows; by a warp.
+  template <typename Key>
+  __device__ static void run(Norms (&maxima)[Rows], int count, const Key& key) {
+    const int lane = threadIdx.x % 32;
+    Norms before{};
+    for (int n = lane; n < Rows; n += 32) {
+      Norms norms = n > 0 && n <= count ? key(n - 1) : Norms{};
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2) {
+        const Norms other = {__shfl_up_sync(0xffffffff, norms.k, i), __shfl_up_sync(0xffffffff, norms.v, i)};
+        if (lane >= i) norms = larger(norms, other);
+      }
+      norms = larger(norms, before);
+      maxima[n] = norms;
+      before = {__shfl_sync(0xffffffff, norms.k, 31), __shfl_sync(0xffffffff, norms.v, 31)};
+    }
+  }
+};
+
+/// In base 2. Above it an fp32 number says weights less exactly than bf16 does: the row is NaN, not silently wrong.
+constexpr float kMostLse = 0x1p17f;
 
 /// The grid of a row: |dQ| before softmax_scale is below the bound (numerics::dq_bound), and rne(x 2^shift) with the
 /// shift returned fits int32 in any order of addition (numerics::grid_shift; P here comes of ex2.approx, 2^-22, and of
@@ -150,25 +215,41 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const Arg
   for (int i = 0; i < kTileSums / 4 / kPrepareThreads; ++i) sums[i * kPrepareThreads + threadIdx.x] = int4{};
 
   const int lane = threadIdx.x % kLanes, channel = 8 * lane;
-  const int64_t blocks = head / a.group * a.norm_blocks + s.first_block;
+  constexpr int kTurns = kRows / kAtOnce;
+  uint4 dout_words[kTurns], out_words[kTurns];
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int64_t row = first + i * kAtOnce + threadIdx.x / kLanes;
+    const bool kept = row < s.q_len && channel < D;
+    dout_words[i] = load_channels(row_address<const T>(a.dout, s, s.q_begin, row, head), channel, kept);
+    out_words[i] = load_channels(row_address<const T>(a.out, s, s.q_begin, row, head), channel, kept);
+  }
+  __shared__ TileNorms<kRows> tile_norms;
+  const int64_t block = head / a.group * a.norm_blocks + s.first_block;
+  const Norms *const keys = a.key_norms + block * kNormBlock, *const blocks = a.block_norms + block;
+  const KeyRange first_range = visible_keys(a, s, static_cast<int>(first));
+  const KeyRange last_range = visible_keys(a, s, static_cast<int>(min(first + kRows, int64_t{s.q_len}) - 1));
+  tile_norms.find(keys, blocks, first_range, last_range);
+  __syncthreads();
+
   float* out_rows = a.rows + (head * a.tiles + tile) * (kRowNumbers * kRows);
 #pragma unroll
-  for (int i = 0; i < kRows / kAtOnce; ++i) {
+  for (int i = 0; i < kTurns; ++i) {
     const int r = i * kAtOnce + threadIdx.x / kLanes;
     const int64_t row = first + r;
-    const bool exists = row < s.q_len, kept = exists && channel < D;
+    const bool exists = row < s.q_len;
     float dout[8], out[8];
-    unpack<T>(load_channels(row_address<const T>(a.dout, s, s.q_begin, row, head), channel, kept), dout);
-    unpack<T>(load_channels(row_address<const T>(a.out, s, s.q_begin, row, head), channel, kept), out);
+    unpack<T>(dout_words[i], dout);
+    unpack<T>(out_words[i], out);
     float delta = 0.0f;
 #pragma unroll
     for (int c = 0; c < 8; ++c) delta = fmaf(dout[c], out[c], delta);
     delta = sum_over<kLanes>(delta);
     const float dout_norm = row_norm<kLanes>(dout);
-    const KeyRange keys = visible_keys(a, s, static_cast<int>(row));
-    const bool empty = !exists || keys.first >= keys.last;
+    const KeyRange range = visible_keys(a, s, static_cast<int>(row));
+    const bool empty = !exists || range.first >= range.last;
     const Norms norms =
-        largest_norms<kLanes>(a.key_norms + blocks * kNormBlock, a.block_norms + blocks, empty ? KeyRange{} : keys);
+        tile_norms.template of<kLanes>(keys, blocks, first_range, last_range, empty ? first_range : range);
     if (lane != 0) continue;
 
     float lse = INFINITY, scale = 1.0f;
@@ -176,7 +257,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const Arg
       delta = 0.0f;
     } else {
       lse = *row_address<const float>(a.lse, s, s.q_begin, row, head) * a.lse_unit;
-      if (isfinite(lse) && isfinite(delta) && isfinite(dout_norm) && isfinite(norms.k) && isfinite(norms.v)) {
+      if (fabsf(lse) <= kMostLse && isfinite(delta) && isfinite(dout_norm) && isfinite(norms.k) && isfinite(norms.v)) {
         scale = grid_scale(dout_norm, norms, delta);
       } else {
         lse = scale = __uint_as_float(0x7fc00000);

@@ -152,6 +152,7 @@ struct Rows {
       for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
       for (; bits != 0; bits &= bits - 1) add_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
     }
+    __syncwarp();  // every lane has read `broken` before one of them gives it back
   }
 
   /// What is not finite of a key's values, to the rows that see it.

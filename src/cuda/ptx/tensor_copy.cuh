@@ -76,8 +76,6 @@ template <int N>
 __device__ inline void wait_bulk_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-/// Until all of the thread's groups are done.
-__device__ inline void wait_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// wait_barrier for what takes long: the thread sleeps until the barrier wakes it, and leaves the issue slots to
 /// others.

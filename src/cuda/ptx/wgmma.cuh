@@ -53,6 +53,14 @@ __device__ inline void keep_registers(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+/// The same number, of which the compiler does not know so: what is computed from it is computed anew, not kept in
+/// registers from one pass of a loop to the next.
+__device__ inline int anew(int x) {
+  int same;
+  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(x));
+  return same;
+}
+
 #define FOLD_TEXT_32                                                                                          \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
