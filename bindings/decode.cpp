@@ -21,6 +21,19 @@ void check_finite(const TensorView& depth) {
   }
 }
 
+/// A tensor that has an axis of size 1 more, before `axis`.
+TensorView with_axis(TensorView t, int axis) {
+  if (!t.defined() || t.ndim == kMaxDims) return t;
+  for (int d = t.ndim; d > axis; --d) {
+    t.shape[d] = t.shape[d - 1];
+    t.strides[d] = t.strides[d - 1];
+  }
+  t.strides[axis] = axis < t.ndim ? t.shape[axis + 1] * t.strides[axis + 1] : 1;
+  t.shape[axis] = 1;
+  ++t.ndim;
+  return t;
+}
+
 DecodeArgs arguments(const Tensor& q, const Tensor& block_table, const Tensor& seqlens, const OptionalTensor& q_lens,
                      const OptionalTensor& tree, const OptionalTensor& depth, const OptionalTensor& sinks,
                      double softmax_scale, int64_t window_left, int64_t splits) {
@@ -42,7 +55,8 @@ DecodeArgs arguments(const Tensor& q, const Tensor& block_table, const Tensor& s
   return args;
 }
 
-/// k and v are given for a step that writes first; seqlens are then the keys before it.
+/// k and v are given for a step that writes first; seqlens are then the keys before it. A query of one token may do
+/// without its axis; its results are then without it too.
 void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor v, OptionalTensor slot_mapping,
          Tensor block_table, Tensor seqlens, OptionalTensor q_lens, OptionalTensor tree, OptionalTensor depth,
          OptionalTensor sinks, double softmax_scale, int64_t window_left, int64_t splits, OptionalTensor gates,
@@ -58,12 +72,16 @@ void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor
     args.gates = g.as<float>();
   }
   args.reference_shift = static_cast<float>(reference_shift);
-  const DecodeResults results{.out = view(out, "out"),
-                              .lse = view(lse, "lse"),
-                              .kept_fraction = view(kept_fraction, "kept_fraction"),
-                              .dropped_mass = view(dropped_mass, "dropped_mass"),
-                              .recomputed = view(recomputed, "recomputed"),
-                              .bytes_read = view(bytes_read, "bytes_read")};
+  const bool no_tokens = args.q.ndim == 3;
+  const auto rows = [no_tokens](TensorView result) { return no_tokens ? with_axis(result, 1) : result; };
+  const TensorView lse_rows = view(lse, "lse");
+  args.q = rows(args.q);
+  const DecodeResults results{.out = rows(view(out, "out")),
+                              .lse = no_tokens ? with_axis(lse_rows, 2) : lse_rows,
+                              .kept_fraction = rows(view(kept_fraction, "kept_fraction")),
+                              .dropped_mass = rows(view(dropped_mass, "dropped_mass")),
+                              .recomputed = rows(view(recomputed, "recomputed")),
+                              .bytes_read = rows(view(bytes_read, "bytes_read"))};
   if (k.has_value()) {
     const StepArgs step{
         .k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args};

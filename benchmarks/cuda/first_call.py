@@ -2,7 +2,8 @@
 
 In this process, in order: torch is imported and runs a kernel, which starts CUDA; fold_attention is imported; the first
 cache is made, takes a prompt and decodes a step; then the same once more, with everything loaded. The difference of the
-last two is what loading the library and its kernels costs.
+last two is what loading the library and its kernels costs. Then the same for attention over a sequence and its
+gradient.
 """
 
 import time
@@ -27,6 +28,17 @@ def first_use() -> float:
     return seconds_until_done(start)
 
 
+def attention() -> float:
+    from fold_attention import fold_attn_func
+
+    q = torch.randn(1, 1024, 8, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = fold_attn_func(q, q, q, causal=True)
+    out.backward(out.detach())
+    return seconds_until_done(start)
+
+
 def main() -> None:
     start = time.perf_counter()
     torch.randn(8, 8, dtype=torch.bfloat16, device="cuda")  # what the first use asks of torch itself
@@ -38,6 +50,8 @@ def main() -> None:
     first, second = first_use(), first_use()
     print(f"CUDA's own start {cuda:.3f} s; import of fold_attention {imported:.3f} s")
     print(f"first cache, prompt and step {first:.3f} s, second {second:.4f} s: {first - second:.3f} s to load")
+    first, second = attention(), attention()
+    print(f"first attention and gradient {first:.3f} s, second {second:.4f} s: {first - second:.3f} s to load")
 
 
 if __name__ == "__main__":

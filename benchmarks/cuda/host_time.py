@@ -1,8 +1,8 @@
 """How long the host takes to submit one decode step in eager mode: `python benchmarks/cuda/host_time.py`.
 
-Steps are submitted in short bursts to an idle GPU, so that nobody waits for it; the median burst counts. Two ways: with
-block table and lengths of the caller's on the GPU, as serving engines keep them, and with requests that the cache
-manages, whose tables the host advances. `--profile` prints where Python spends the time.
+Steps are submitted in short bursts to an idle GPU, so that nobody waits for it; the median burst counts. Ways: with
+block table and lengths of the caller's on the GPU, as serving engines keep them, with and without the append, and with
+requests that the cache manages, whose tables the host advances. `--profile` prints where Python spends the time.
 """
 
 import cProfile
@@ -40,14 +40,14 @@ def main(
     head_dim: options.HeadDim = 128,
     keys: Annotated[int, typer.Option(help="Keys a request holds before the first step.", min=1)] = 1000,
     depth: Annotated[str, typer.Option(help="A number or none.")] = "12",
+    tail: Annotated[bool, typer.Option("--tail/--no-tail", help="With the tail model: one launch more.")] = True,
     profile: Annotated[bool, typer.Option("--profile", help="Also print a profile of the first way.")] = False,
     json: options.Json = None,
 ) -> None:
     """Host time of a decode step, the append included."""
     room = keys + 2 * BURST * ROUNDS
-    cache = FoldKVCache(
-        batch, heads, kv_heads, head_dim, room, depth=options.parse_depth(depth), device="cuda", dtype=torch.bfloat16
-    )
+    how: dict[str, Any] = {"depth": options.parse_depth(depth), "tail": tail, "dtype": torch.bfloat16}
+    cache = FoldKVCache(batch, heads, kv_heads, head_dim, room, device="cuda", **how)
     shape = {"dtype": torch.bfloat16, "device": "cuda"}
     prompt = torch.randn(batch, keys, kv_heads, head_dim, **shape)
     cache.write_prompt(prompt, prompt)
@@ -58,12 +58,17 @@ def main(
     def with_tables() -> Any:
         return fold_attn_with_kvcache(q, cache, k, k, block_table=table, cache_seqlens=held)
 
+    def attend() -> Any:
+        return fold_attn_with_kvcache(q, cache, block_table=table, cache_seqlens=held)
+
     def managed() -> Any:
         return cache.decode(q, k, k)
 
-    rows = {"tables of the caller's": host_microseconds(with_tables), "managed requests": host_microseconds(managed)}
+    ways = {"tables of the caller's": with_tables, "the same, no append": attend, "managed requests": managed}
+    rows = {name: host_microseconds(step) for name, step in ways.items()}
+    kind = "with the tail model" if tail else "without a tail model"
     report.show(
-        f"Host time of a step, batch {batch}, {heads}/{kv_heads} heads of {head_dim}, {keys} keys",
+        f"Host time of a step, batch {batch}, {heads}/{kv_heads} heads of {head_dim}, {keys} keys, {kind}",
         ("", "µs"),
         [[name, f"{value:.1f}"] for name, value in rows.items()],
         report.machine(report.provenance()),

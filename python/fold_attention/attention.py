@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fold_attention.attention_ops import forward, forward_out, lse_shape
+from fold_attention.attention_ops import lse_shape, run_forward, run_forward_out
 from fold_attention.errors import bad_type, bad_value
 
 #: A Tensor, or two of them with `return_lse`: which, only the caller's arguments say.
@@ -158,14 +158,14 @@ def _attention(
         raise bad_type("softmax_scale", softmax_scale, "allowed: a number, or None for 1 / sqrt(head_dim)")
     options = (softmax_scale, bool(causal), *_window(window_size))
     if out is None:
-        result, lse = forward(*qkv, sinks, *cu_seqlens, *options)
+        result, lse = run_forward(*qkv, sinks, *cu_seqlens, *options)
     else:
         _require_tensor("out", out)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*qkv, sinks, out)):
             raise bad_value("out", "a tensor", "allowed: None where a gradient is needed")
         q = qkv[0]
         lse = q.new_empty(lse_shape(q, cu_seqlens[0]), dtype=torch.float32)
-        forward_out(*qkv, sinks, *cu_seqlens, *options, out, lse)
+        run_forward_out(*qkv, sinks, *cu_seqlens, *options, out, lse)
         result = out
     return (result, lse) if return_lse else result
 

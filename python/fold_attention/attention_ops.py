@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fold_attention._lib import lib
+from fold_attention.dispatch import is_watched, wants_gradient
 from fold_attention.errors import bad_value
 
 
@@ -60,12 +61,14 @@ def forward(
     window_right: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns out (as q, contiguous) and lse (fp32, natural log)."""
-    out, lse = _forward_fake(
-        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right
-    )
-    lib.attention_forward(
-        q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right, out, lse
-    )
+    return _forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_left, window_right)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens_q: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    out, lse = _forward_fake(q, k, v, sinks, cu_seqlens_q)
+    lib.attention_forward(q, k, v, sinks, cu_seqlens_q, *rest, out, lse)
     return out, lse
 
 
@@ -91,27 +94,16 @@ def backward(
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv (as q, k, v, contiguous) and dsinks (H,) fp32, empty where there are no sinks."""
+    options = (softmax_scale, causal, window_left, window_right)
+    return _backward(dout, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options, out, lse)
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dsinks = _backward_fake(dout, q, k, v, sinks)
     dout = dout if _rows_fit(dout) else dout.clone(memory_format=torch.contiguous_format)
-    lib.attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        sinks,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        None if sinks is None else dsinks,
-    )
+    lib.attention_backward(dout, q, k, v, sinks, *rest, dq, dk, dv, None if sinks is None else dsinks)
     return dq, dk, dv, dsinks
 
 
@@ -141,8 +133,39 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _gradient(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-    dq, dk, dv, dsinks = backward(dout, q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *ctx.options, out, lse)
+    tensors = (dout, q, k, v, sinks)
+    by_operator = is_watched(*tensors) or wants_gradient(*tensors)  # which says that there is no second derivative
+    run = backward if by_operator else _backward
+    dq, dk, dv, dsinks = run(*tensors, cu_seqlens_q, cu_seqlens_k, *ctx.options, out, lse)
     return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None, None
 
 
 forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+# Calls that nobody watches go to the library by themselves.
+
+
+class _Attention(torch.autograd.Function):
+    """`forward`, differentiable."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_gradient)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`forward`."""
+    run: Any = _forward
+    if is_watched(q, k, v, sinks):
+        run = forward
+    elif wants_gradient(q, k, v, sinks):
+        run = _Attention.apply
+    out, lse = run(q, k, v, sinks, *rest)
+    return out, lse
+
+
+def run_forward_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> None:
+    """`forward_out`."""
+    run = forward_out if is_watched(q, k, v, sinks) else lib.attention_forward
+    run(q, k, v, sinks, *rest)

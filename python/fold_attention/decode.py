@@ -99,80 +99,68 @@ def fold_attn_with_kvcache(
     Raises:
         ValueError, TypeError: for what cannot be honoured, as *what=got; allowed*, before anything is written.
     """
-    query = _query(q)
-    tokens = query.shape[1]
+    require_tensor("q", q)
+    if q.ndim not in (3, 4):
+        raise _bad_query(q)
+    batch, tokens = q.shape[0], q.shape[1] if q.ndim == 4 else 1
     table = _one_of(block_table, page_table)
-    require_device(
-        cache,
-        q=q,
-        k=k,
-        v=v,
-        tree=tree,
-        q_lens=q_lens,
-        depth=depth,
-        sinks=sinks,
-        block_table=table,
-        cache_seqlens=cache_seqlens,
-        slot_mapping=slot_mapping,
-        out=out,
-    )
-    _require_one_owner(table, ids, cache_seqlens, slot_mapping)
+    if not cache.storage.is_cuda:  # where it is, the library says so, and here time matters
+        require_device(
+            cache,
+            q=q,
+            k=k,
+            v=v,
+            tree=tree,
+            q_lens=q_lens,
+            depth=depth,
+            sinks=sinks,
+            block_table=table,
+            cache_seqlens=cache_seqlens,
+            slot_mapping=slot_mapping,
+            out=out,
+        )
+    if table is None or ids is not None:
+        _require_one_owner(table, ids, cache_seqlens, slot_mapping)
     if softcap != 0:
         raise bad_value("softcap", softcap, "supported: 0.0")
     if not causal and tokens != 1:
         raise bad_value("causal", causal, "supported: True for more than one token")
     if (k is None) != (v is None):
         raise bad_value("v" if v is None else "k", None, "k and v come together")
-    out_dtype = _out_dtype(q, cache, out, out_dtype)
     options = (
-        _tree(tree, query),
+        None if tree is None else _tree(tree, batch, tokens),
         _depth(depth, cache, q),
         _sinks(sinks, cache),
         _scale(softmax_scale, cache),
         cache.window_left if window_size is None else window_left(window_size),
         whole("splits", splits or num_splits),
-        out_dtype,
-        return_info,
     )
     want_lse = return_lse or return_softmax_lse
+    asked = (_out_dtype(q, cache, out, out_dtype), return_info, want_lse)
     if k is not None and v is not None:
-        rows = (_new_rows("k", k, query), _new_rows("v", v, query))
+        rows = (_new_rows("k", k, batch, tokens), _new_rows("v", v, batch, tokens))
         if table is None:
-            results = cache._step(query, *rows, ids, q_lens, options, want_lse)
+            results = cache._step(q, tokens, *rows, ids, q_lens, options, asked)
         else:
-            lengths = _lengths(cache_seqlens, query)
+            lengths = _lengths(cache_seqlens, q)
+            where = (cache.storage, cache.layout)
             results = decode_ops.run_decode_step(
-                query,
-                cache.storage,
-                cache.layout,
-                *rows,
-                slot_mapping,
-                table,
-                lengths,
-                q_lens,
-                *options,
-                want_lse=want_lse,
+                asked, q, *where, *rows, slot_mapping, table, lengths, q_lens, *options
             )
     else:
         if slot_mapping is not None:
             raise bad_value("slot_mapping", "a tensor", "allowed: None without k and v")
-        pages, lengths = cache.tables(ids) if table is None else (table, _lengths(cache_seqlens, query))
-        results = decode_ops.run_decode(
-            query, cache.storage, cache.layout, pages, lengths, q_lens, *options, want_lse=want_lse
-        )
-    result, lse, *info = results
-    squeezed = q.ndim == 3
-    if squeezed:
-        result = result.squeeze(1)
-    if out is not None:
-        result = out.copy_(result)
+        pages, lengths = cache.tables(ids) if table is None else (table, _lengths(cache_seqlens, q))
+        results = decode_ops.run_decode(asked, q, cache.storage, cache.layout, pages, lengths, q_lens, *options)
+    result = results[0] if out is None else out.copy_(results[0])
+    if not (want_lse or return_info):
+        return result
     returned: list[Any] = [result]
-    if want_lse and lse is not None:
-        returned.append(lse.squeeze(2) if squeezed else lse)
+    if want_lse:
+        returned.append(results[1])
     if return_info:
-        values = [value.squeeze(1) if squeezed else value for value in info if value is not None]
-        returned.append(dict(zip(_INFO, values, strict=True)))
-    return tuple(returned) if len(returned) > 1 else result
+        returned.append(dict(zip(_INFO, results[2:], strict=True)))
+    return tuple(returned)
 
 
 def partial_attention(
@@ -222,7 +210,7 @@ def partial_attention(
         pages,
         lengths,
         q_lens,
-        _tree(tree, query),
+        None if tree is None else _tree(tree, b, t),
         _depth(depth, cache, q),
         _scale(softmax_scale, cache),
         cache.window_left if window_size is None else window_left(window_size),
@@ -302,14 +290,17 @@ def _query(q: Tensor) -> Tensor:
     """q as (B, T, H, D)."""
     require_tensor("q", q)
     if q.ndim not in (3, 4):
-        raise bad_value("q.ndim", q.ndim, "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch")
+        raise _bad_query(q)
     return q if q.ndim == 4 else q.unsqueeze(1)
 
 
-def _new_rows(name: str, rows: Tensor, query: Tensor) -> Tensor:
+def _bad_query(q: Tensor) -> ValueError:
+    return bad_value("q.ndim", q.ndim, "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch")
+
+
+def _new_rows(name: str, rows: Tensor, b: int, t: int) -> Tensor:
     """k or v of a step as (B T, HK, D)."""
     require_tensor(name, rows)
-    b, t = query.shape[:2]
     if rows.ndim == 3 and t == 1:
         if rows.shape[0] == b:
             return rows
@@ -320,7 +311,7 @@ def _new_rows(name: str, rows: Tensor, query: Tensor) -> Tensor:
 
 
 def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    if not isinstance(out_dtype, (torch.dtype, type(None))):
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise bad_type("out_dtype", type(out_dtype).__name__, "allowed: None or a torch.dtype")
     if out is None:
         return out_dtype or cache.dtype or q.dtype
@@ -329,6 +320,8 @@ def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: t
         raise bad_value("out.shape", tuple(out.shape), f"allowed: {tuple(q.shape)}, as q")
     if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
         raise bad_value("out.stride", out.stride(), "must not be 0 in a tensor that is written")
+    if out.device != q.device:
+        raise bad_type("out.device", out.device, f"allowed: {q.device}, as q")
     if out.requires_grad:
         raise bad_value("out.requires_grad", True, "allowed: False; what is cached carries no gradient")
     if out_dtype not in (None, out.dtype):
@@ -339,7 +332,7 @@ def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: t
 def _depth(depth: Depth, cache: "FoldKVCache", q: Tensor) -> Tensor | None:
     if isinstance(depth, str) and depth == "cache":
         depth = cache.depth
-    if isinstance(depth, Tensor):
+    elif isinstance(depth, Tensor):
         # Rows are (B, H) for a query without token axis.
         return depth.unsqueeze(1).float() if q.ndim == 3 and depth.ndim == 2 else depth.float()
     if depth is None:
@@ -350,16 +343,13 @@ def _depth(depth: Depth, cache: "FoldKVCache", q: Tensor) -> Tensor | None:
     return cache._depth_tensor(depth)
 
 
-def _tree(tree: Tensor | None, query: Tensor) -> Tensor | None:
+def _tree(tree: Tensor, b: int, t: int) -> Tensor:
     """Bit j of element (b, i) is set where node i sees node j."""
-    if tree is None:
-        return None
     require_tensor("tree", tree)
-    b, t = query.shape[:2]
     mask = _ancestors(tree, t) if tree.dtype != torch.bool else tree
     if mask.shape not in ((b, t, t), (t, t)):
         raise bad_value("tree.shape", tuple(tree.shape), f"allowed: ({b}, {t}, {t}) bool or ({b}, {t}) parents")
-    shifts = torch.arange(t, device=query.device)
+    shifts = torch.arange(t, device=tree.device)
     return (mask.long() << shifts).sum(-1).expand(b, t).contiguous()
 
 
@@ -379,11 +369,13 @@ def _ancestors(parents: Tensor, t: int) -> Tensor:
 
 def _scale(softmax_scale: float | None, cache: "FoldKVCache") -> float:
     scale = cache.softmax_scale if softmax_scale is None else softmax_scale
-    if not isinstance(scale, (int, float, type(None))):
+    if scale is None:
+        return 0.0  # the library's word for 1 / sqrt(head_dim)
+    if not isinstance(scale, (int, float)):
         raise bad_type("softmax_scale", type(scale).__name__, "allowed: None or a number")
     if scale == 0:
         raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
-    return 0.0 if scale is None else float(scale)  # the library's 0 is 1 / sqrt(head_dim)
+    return float(scale)
 
 
 def _sinks(sinks: Tensor | None, cache: "FoldKVCache") -> Tensor | None:
@@ -413,12 +405,13 @@ def _one_of(block_table: Tensor | None, page_table: Tensor | None) -> Tensor | N
     return table
 
 
-def _lengths(cache_seqlens: Tensor | int | None, query: Tensor) -> Tensor:
+def _lengths(cache_seqlens: Tensor | int | None, q: Tensor) -> Tensor:
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
     if isinstance(cache_seqlens, int):
         if not 0 <= cache_seqlens < 2**31:
             raise bad_value("cache_seqlens", cache_seqlens, "allowed: 0 to 2147483647")
-        return torch.full((query.shape[0],), cache_seqlens, dtype=torch.int32, device=query.device)
+        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is None:
         raise bad_value("cache_seqlens", None, "required beside block_table")
-    require_tensor("cache_seqlens", cache_seqlens)
-    return cache_seqlens
+    raise bad_type("cache_seqlens", type(cache_seqlens).__name__, "allowed: torch.Tensor")

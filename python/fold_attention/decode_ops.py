@@ -1,6 +1,7 @@
 """torch custom operators on a paged cache: kernels and fake kernels.
 
-Sizes: B requests, T query tokens each, H query heads, HK KV heads, D head dim. `storage` is (pages, bytes) uint8 and
+Sizes: B requests, T query tokens each, H query heads, HK KV heads, D head dim; without the axis T, a query's and its
+results', T is 1. `storage` is (pages, bytes) uint8 and
 `layout` says what its bytes are: (n_kv_heads, head_dim, page_size, k_bits, v_bits, tail). Values are checked by the
 library, before anything is written.
 """
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from fold_attention._lib import lib
+from fold_attention.dispatch import is_watched, wants_gradient
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 OptionalResults = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Asked = tuple[torch.dtype, bool, bool]  #: of out; whether info, whether lse is wanted
 
 
 @torch.library.custom_op("fold_attention::cache_write", mutates_args=("storage",))
@@ -54,10 +57,10 @@ def decode(
     out_dtype: torch.dtype,
     info: bool,
 ) -> Results:
-    """Attention of each request's newest tokens, q (B, T, H, D).
+    """Attention of each request's newest tokens, q (B, [T,] H, D).
 
-    Returns out (B, T, H, D), lse (B, H, T) and, empty unless `info`, kept_fraction, dropped_mass and recomputed
-    (B, T, H), bytes_read (B, T, HK).
+    Returns out (B, [T,] H, D), lse (B, H[, T]) and, empty unless `info`, kept_fraction, dropped_mass and recomputed
+    (B, [T,] H), bytes_read (B, [T,] HK).
     """
     results = _results(q, layout, out_dtype, info)
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
@@ -101,67 +104,69 @@ def decode_step(
 decode_step.register_fake(_decode_fake)
 
 
-# An operator's dispatch takes the host longer than all the launches of a step. So a call that nobody traces, and from
-# which no gradient could be asked, goes to the library by itself.
+# Calls that nobody watches, and from which no gradient could be asked, go to the library by themselves.
 
 
-def run_decode(q: Tensor, *arguments: Any, want_lse: bool) -> OptionalResults:
+def run_cache_write(storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor, *rest: Tensor | None) -> None:
+    """`cache_write`."""
+    write = cache_write if is_watched(k, v) else lib.cache_write
+    write(storage, layout, k, v, *rest)
+
+
+def run_decode(asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], *inputs: Any) -> OptionalResults:
     """`decode`; what is not asked for may be None, or empty."""
-    if _needs_operator(q):
-        results: OptionalResults = decode(q, *arguments)
+    if is_watched(q) or wants_gradient(q):
+        out_dtype, info, _ = asked
+        results: OptionalResults = decode(q, storage, layout, *inputs, out_dtype, info)
         return results
-    storage, layout, *inputs, out_dtype, info = arguments
-    results = _wanted_results(q, layout, out_dtype, info, want_lse)
+    results = _wanted_results(asked, q, layout)
     _run(results, q, storage, layout, None, None, None, *inputs)
     return results
 
 
 def run_decode_step(
-    q: Tensor, storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor, *rest: Any, want_lse: bool
+    asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor, *inputs: Any
 ) -> OptionalResults:
     """`decode_step`; what is not asked for may be None, or empty."""
-    if _needs_operator(q, k, v):
-        results: OptionalResults = decode_step(q, storage, layout, k, v, *rest)
+    if is_watched(q, k, v) or wants_gradient(q, k, v):
+        out_dtype, info, _ = asked
+        results: OptionalResults = decode_step(q, storage, layout, k, v, *inputs, out_dtype, info)
         return results
-    *inputs, out_dtype, info = rest
-    results = _wanted_results(q, layout, out_dtype, info, want_lse)
+    results = _wanted_results(asked, q, layout)
     _run(results, q, storage, layout, k, v, *inputs)
     return results
 
 
-def _needs_operator(*tensors: Tensor) -> bool:
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.requires_grad:
-            return True
-    return torch.compiler.is_compiling()
-
-
 def _run(results: OptionalResults, *arguments: Any) -> None:
     out, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
-    info: tuple[Tensor | None, ...] = (None, None, None, None)
-    if recomputed is not None and recomputed.ndim == 3:
+    if recomputed is None or recomputed.ndim == 1:  # not asked for
+        lib.decode(*arguments, None, 0.0, out, lse, None, None, None, None)
+    else:
         info = (kept_fraction, dropped_mass, recomputed.view(torch.uint8), bytes_read)
-    lib.decode(*arguments, None, 0.0, out, lse, *info)
+        lib.decode(*arguments, None, 0.0, out, lse, *info)
 
 
-def _wanted_results(
-    q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: bool, want_lse: bool
-) -> OptionalResults:
+def _wanted_results(asked: Asked, q: Tensor, layout: Sequence[int]) -> OptionalResults:
+    out_dtype, info, want_lse = asked
     if info:
         return _results(q, layout, out_dtype, info)
-    b, t, h, _ = q.shape
     out = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
-    return out, q.new_empty((b, h, t), dtype=torch.float32) if want_lse else None, None, None, None, None
+    return out, q.new_empty(_lse_shape(q), dtype=torch.float32) if want_lse else None, None, None, None, None
 
 
 def _results(q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: bool) -> Results:
-    b, t, h, d = q.shape
-    rows, heads = ((b, t, h), (b, t, layout[0])) if info else ((0,), (0,))
+    rows = q.shape[:-1] if info else (0,)
+    heads = (*q.shape[:-2], layout[0]) if info else (0,)
     return (
-        q.new_empty((b, t, h, d), dtype=out_dtype),
-        q.new_empty((b, h, t), dtype=torch.float32),
+        q.new_empty(q.shape, dtype=out_dtype),
+        q.new_empty(_lse_shape(q), dtype=torch.float32),
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(rows, dtype=torch.bool),
         q.new_empty(heads, dtype=torch.int64),
     )
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    b, *t, h, _ = q.shape
+    return (b, h, *t)

@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ from fold_attention.page_table import PageTable
 from fold_attention.placement import HostAndDevice, chosen_device, on_host, page_pool
 
 MOST_DEPTHS = 1024  # kept by a cache
+
+
+class Extended(NamedTuple):
+    """A page table with room for new tokens of some requests."""
+
+    table: PageTable
+    host: tuple[Tensor, Tensor]  #: block table and lengths of these requests, the tokens included
+    block_table: Tensor  #: on the cache's device
 
 
 class FoldKVCache:
@@ -176,9 +184,10 @@ class FoldKVCache:
         cu_seqlens, tokens = _starts(cu_seqlens, k, len(requests))
         with torch.no_grad():
             _, before = self.tables(ids)
-            table, block_table = self._extended(requests, tokens)
-            decode_ops.cache_write(self.storage, self.layout, k, v, block_table, before, cu_seqlens, None)
-        self._adopt(table)
+            extended = self._extended(requests, tokens)
+            where = (extended.block_table, before, cu_seqlens, None)
+            decode_ops.run_cache_write(self.storage, self.layout, k, v, *where)
+        self._adopt_extended(extended, ids)
 
     def append(self, k: Tensor, v: Tensor, ids: Sequence[int] | None = None) -> None:
         """Appends one token, k and v (batch, n_kv_heads, head_dim), or T of them, (batch, T, n_kv_heads, head_dim)."""
@@ -318,10 +327,10 @@ class FoldKVCache:
     def _depth_tensor(self, depth: float) -> Tensor:
         """(1,) float32 on the cache's device. It is kept, since the next step asks for the same one; its memory is
         never given back, and has been filled when the call returns, so that any stream may read it."""
-        require_depth(depth)
-        kept = self._depths.get(depth)
+        kept = self._depths.get(depth) if type(depth) in (int, float) else None
         if kept is not None:
             return kept
+        require_depth(depth)
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing or len(self._depths) == MOST_DEPTHS:
             return torch.full((1,), depth, dtype=torch.float32, device=self.device)
@@ -340,28 +349,37 @@ class FoldKVCache:
             self._tables = HostAndDevice(*tensors, self.device)
         self._requests, self._table = requests, table
 
-    def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple[PageTable, Tensor]:
-        """A table with room for the tokens, and its block table; shared pages they touch have been copied."""
+    def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> Extended:
+        """With room for the tokens; shared pages they touch have been copied."""
         table, sources, destinations = self._table.extend(requests, tokens)
         if sources:
             self.storage[destinations] = self.storage[sources]
-        block_table, _ = table.tensors(requests)
+        block_table, lengths = table.tensors(requests)
         before, there = self._tables.host[0], self._tables.device[0]
         unchanged = block_table.shape == before.shape and torch.equal(block_table, before)
-        return table, there if unchanged else block_table.to(self.device)
+        return Extended(table, (block_table, lengths), there if unchanged else block_table.to(self.device))
+
+    def _adopt_extended(self, extended: Extended, ids: Sequence[int] | None) -> None:
+        """Once the tokens are written."""
+        if ids is None:
+            self._table = extended.table
+            self._tables.update(*extended.host)
+        else:
+            self._adopt(extended.table)
 
     def _step(
         self,
         q: Tensor,
+        tokens_each: int,
         k: Tensor,
         v: Tensor,
         ids: Sequence[int] | None,
         q_lens: Tensor | None,
         options: tuple[Any, ...],
-        want_lse: bool,
+        asked: decode_ops.Asked,
     ) -> decode_ops.OptionalResults:
         requests = self._chosen(ids)
-        tokens = [q.shape[1]] * len(requests)
+        tokens = [tokens_each] * len(requests)
         if q_lens is not None:
             require_tensor("q_lens", q_lens)
             if q_lens.dtype != torch.int32:
@@ -370,11 +388,11 @@ class FoldKVCache:
                 raise bad_value("q_lens.shape", tuple(q_lens.shape), f"allowed: ({len(requests)},), requests")
             tokens = q_lens.tolist()
         _, before = self.tables(ids)
-        table, block_table = self._extended(requests, tokens)
+        extended = self._extended(requests, tokens)
         results = decode_ops.run_decode_step(
-            q, self.storage, self.layout, k, v, None, block_table, before, q_lens, *options, want_lse=want_lse
+            asked, q, self.storage, self.layout, k, v, None, extended.block_table, before, q_lens, *options
         )
-        self._adopt(table)
+        self._adopt_extended(extended, ids)
         return results
 
 

@@ -43,8 +43,11 @@ class PageTable:
 
     def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple["PageTable", list[int], list[int]]:
         """The table with room for the tokens, and pages to copy before they are written: sources, destinations."""
-        handle, sources, destinations = lib.page_table_extend(self.handle, list(requests), list(tokens))
-        return self._with(handle), [int(p) for p in sources], [int(p) for p in destinations]
+        extended = lib.page_table_extend(self.handle, list(requests), list(tokens))
+        table, sources = self._with(extended[0]), extended[1]
+        if len(sources) == 0:  # as nearly always
+            return table, [], []
+        return table, [int(p) for p in sources], [int(p) for p in extended[2]]
 
     def requests(self) -> list[int]:
         """Ids in the order of addition."""

@@ -5,6 +5,18 @@
 #include "api/checks.h"
 
 namespace fold::api {
+namespace {
+
+/// k or v: (tokens, HK, D).
+void check_rows(const char* name, const TensorView& x, int64_t tokens, const CacheLayout& layout) {
+  require_tensor(name, x, 3, kFloatTypes);
+  require_size(name, x, 0, tokens, "tokens of k");
+  require_size(name, x, 1, layout.n_kv_heads, "the cache's n_kv_heads");
+  require_size(name, x, 2, layout.head_dim, "the cache's head_dim");
+  require_last_contiguous(name, x);
+}
+
+}  // namespace
 
 plan::CacheView cache_view(const CacheStorage& cache) {
   const PageSections sections = page_sections(cache.layout);
@@ -25,6 +37,19 @@ plan::CacheView cache_view(const CacheStorage& cache) {
           .num_pages = cache.storage.shape[0],
           .layout = cache.layout,
           .sections = sections};
+}
+
+void set_rows(plan::CacheWriteParams& p, const TensorView& k, const TensorView& v, int64_t tokens) {
+  check_rows("k", k, tokens, p.cache.layout);
+  check_rows("v", v, tokens, p.cache.layout);
+  p.k = k.data;
+  p.v = v.data;
+  p.k_dtype = k.dtype;
+  p.v_dtype = v.dtype;
+  p.k_stride_t = k.strides[0];
+  p.k_stride_h = k.strides[1];
+  p.v_stride_t = v.strides[0];
+  p.v_stride_h = v.strides[1];
 }
 
 void require_heads(int64_t heads, int64_t kv_heads) {

@@ -7,6 +7,9 @@ namespace fold::api {
 /// Checks a page pool and describes it to the backends.
 plan::CacheView cache_view(const CacheStorage& cache);
 
+/// Checks k and v, (tokens, HK, D), and says where they are.
+void set_rows(plan::CacheWriteParams& params, const TensorView& k, const TensorView& v, int64_t tokens);
+
 /// The query heads are a multiple of the KV heads, 1 to 64 times as many.
 void require_heads(int64_t heads, int64_t kv_heads);
 

@@ -25,15 +25,6 @@ struct PageUse {
   int64_t begin, end, request;
 };
 
-/// k or v: (T, HK, D).
-void check_rows(const char* name, const TensorView& x, int64_t tokens, const CacheLayout& layout) {
-  api::require_tensor(name, x, 3, api::kFloatTypes);
-  api::require_size(name, x, 0, tokens, "tokens of k");
-  api::require_size(name, x, 1, layout.n_kv_heads, "the cache's n_kv_heads");
-  api::require_size(name, x, 2, layout.head_dim, "the cache's head_dim");
-  api::require_last_contiguous(name, x);
-}
-
 /// A contiguous vector of `size` elements; its data.
 template <typename T>
 const T* vector_of(const char* name, const TensorView& x, DType dtype, int64_t size, const char* meaning) {
@@ -117,16 +108,7 @@ struct Call {
     p.cache = api::cache_view(cache);
     api::require_tensor("k", args.k, 3, api::kFloatTypes);
     const int64_t tokens = args.k.shape[0];
-    check_rows("k", args.k, tokens, cache.layout);
-    check_rows("v", args.v, tokens, cache.layout);
-    p.k = args.k.data;
-    p.v = args.v.data;
-    p.k_dtype = args.k.dtype;
-    p.v_dtype = args.v.dtype;
-    p.k_stride_t = args.k.strides[0];
-    p.k_stride_h = args.k.strides[1];
-    p.v_stride_t = args.v.strides[0];
-    p.v_stride_h = args.v.strides[1];
+    api::set_rows(p, args.k, args.v, tokens);
 
     api::require_tensor("block_table", args.block_table, 2, {DType::i32});
     api::require_last_contiguous("block_table", args.block_table);

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "api/backend.h"
+#include "api/cache_checks.h"
 #include "api/checks.h"
 #include "api/decode_checks.h"
 #include "cpu/decode.h"
@@ -120,8 +122,8 @@ void run_on_host(const CacheStorage& cache, const StepArgs& args, const DecodeRe
   cpu::decode(params);
 }
 
-/// A step whose tensors lie in one place. On a device, what its cache write and decode are told follows from what they
-/// hold, so a kernel finds it, and leaves it in the workspace.
+/// A step whose tensors lie in one place. On a device, what its decode is told follows from what they hold, so the
+/// kernel that writes the cache finds it, and leaves it in the workspace.
 class Call {
  public:
   Call(const CacheStorage& cache, const StepArgs& args, const DecodeResults& results)
@@ -145,110 +147,69 @@ class Call {
                               {"recomputed", &results_.recomputed},
                               {"bytes_read", &results_.bytes_read}});
     check_shapes(args_);
-    batch_ = d.q.shape[0];
-    tokens_ = d.q.shape[1];
-    lengths_ = place(batch_ * sizeof(int32_t));
-    token_counts_ = place(batch_ * sizeof(int32_t));
-    cu_seqlens_ = place((batch_ + 1) * sizeof(int32_t));
-    // Without a mapping of the caller's, one is made where some tokens of a request may be padding and others not.
-    made_slots_ = d.q_lens.defined() && !args_.slot_mapping.defined();
-    slots_ = place(made_slots_ ? batch_ * tokens_ * sizeof(int64_t) : 0);
+    if (place_.device == Device::cpu) return;
+    backend_ = &api::cuda_backend(place_);
+    describe();
   }
 
   int64_t workspace() const {
-    if (place_.device == Device::cpu) return 0;
-    return end_ + std::max(cache_write_workspace(storage(), write_args(kNowhere)),
-                           api::cuda_backend(place_).decode_workspace(decode_params(kNowhere), bounds()));
+    if (backend_ == nullptr) return 0;
+    const int64_t bytes =
+        std::max(backend_->step_write_workspace(write_), backend_->decode_workspace(decode_, bounds()));
+    return 2 * table_bytes() + bytes;
   }
 
-  void run(const Launch& launch) const {
-    if (place_.device == Device::cpu) return run_on_host(cache_, args_, results_);
-    const plan::Backend& backend = api::cuda_backend(place_);
+  void run(const Launch& launch) {
+    if (backend_ == nullptr) return run_on_host(cache_, args_, results_);
     plan::LaunchParams at = api::checked_launch(launch, place_, workspace());
-    const auto base = reinterpret_cast<uintptr_t>(at.workspace);
-    plan::DecodeParams decode = decode_params(base);
-    api::set_results(decode, results_);
+    api::set_results(decode_, results_);
+    auto* const tables = static_cast<uint8_t*>(at.workspace);
+    write_.lengths = reinterpret_cast<int32_t*>(tables);
+    write_.token_counts = reinterpret_cast<int32_t*>(tables + table_bytes());
+    decode_.seqlens = write_.lengths;
+    decode_.q_lens = write_.token_counts;
+    at.workspace = tables + 2 * table_bytes();
     const auto text = [this] {
       return "decode_step, q " + api::shape_text(args_.decode.q) + ", block_table " +
              api::shape_text(args_.decode.block_table);
     };
-    // The write checks k and v before anything is launched that writes the cache.
-    Launch rest{.stream = launch.stream, .workspace = launch.workspace};
-    rest.workspace.data = reinterpret_cast<void*>(base + end_);
-    rest.workspace.shape[0] -= end_;
-    api::require_launched(text, place_, backend.step_tables(tables(base), at));
-    cache_write(storage(), write_args(base), rest);
-    at.workspace = rest.workspace.data;
-    api::require_launched(text, place_, backend.decode(decode, bounds(), at));
+    api::require_launched(text, place_, backend_->step_write(write_, at));
+    api::require_launched(text, place_, backend_->decode(decode_, bounds(), at));
   }
 
  private:
-  static constexpr uintptr_t kNowhere = 256;  ///< a workspace whose size is being asked for
-
-  int64_t place(int64_t bytes) {
-    const int64_t start = end_;
-    end_ += (bytes + 255) / 256 * 256;
-    return start;
-  }
+  /// Lengths, or numbers of tokens, in the workspace.
+  int64_t table_bytes() const { return (decode_.batch * int64_t{sizeof(int32_t)} + 255) / 256 * 256; }
 
   plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1]}; }
 
-  TensorView on_device(TensorView view) const {
-    view.device = place_.device;
-    view.device_index = place_.index;
-    return view;
-  }
-
-  CacheStorage storage() const { return {cache_.layout, on_device(cache_.storage)}; }
-
-  /// A table in the workspace at `base`.
-  TensorView table(uintptr_t base, int64_t offset, DType dtype, int64_t size) const {
-    return {reinterpret_cast<void*>(base + offset), dtype, {size}};
-  }
-
-  plan::StepParams tables(uintptr_t base) const {
+  void describe() {
     const DecodeArgs& d = args_.decode;
-    return {.block_table = d.block_table.as<const int32_t>(),
-            .block_table_stride = d.block_table.strides[0],
-            .max_pages = d.block_table.shape[1],
-            .page_size = cache_.layout.page_size,
-            .seqlens = d.seqlens.as<const int32_t>(),
-            .q_lens = d.q_lens.as<const int32_t>(),
-            .slot_mapping = args_.slot_mapping.as<const int64_t>(),
-            .batch = batch_,
-            .tokens = tokens_,
-            .lengths = reinterpret_cast<int32_t*>(base + lengths_),
-            .token_counts = reinterpret_cast<int32_t*>(base + token_counts_),
-            .cu_seqlens = reinterpret_cast<int32_t*>(base + cu_seqlens_),
-            .slots = made_slots_ ? reinterpret_cast<int64_t*>(base + slots_) : nullptr};
-  }
-
-  CacheWriteArgs write_args(uintptr_t base) const {
-    const DecodeArgs& d = args_.decode;
-    TensorView mapping = args_.slot_mapping;
-    if (made_slots_) mapping = table(base, slots_, DType::i64, batch_ * tokens_);
-    return {.k = on_device(args_.k),
-            .v = on_device(args_.v),
-            .block_table = on_device(d.block_table),
-            .seqlens = on_device(d.seqlens),
-            .cu_seqlens = on_device(table(base, cu_seqlens_, DType::i32, batch_ + 1)),
-            .slot_mapping = on_device(mapping)};
-  }
-
-  plan::DecodeParams decode_params(uintptr_t base) const {
-    DecodeArgs after = args_.decode;
-    after.seqlens = table(base, lengths_, DType::i32, batch_);
-    after.q_lens = table(base, token_counts_, DType::i32, batch_);
-    return api::shaped_decode(cache_, after);
+    decode_ = api::shaped_decode(cache_, d);
+    const int64_t tokens = decode_.batch * decode_.tokens;
+    if (tokens > std::numeric_limits<int32_t>::max()) {
+      fail_value("k.shape", api::shape_text(args_.k), "fewer than 2^31 tokens");
+    }
+    plan::CacheWriteParams& w = write_.write;
+    w.cache = decode_.cache;
+    api::set_rows(w, args_.k, args_.v, tokens);
+    w.block_table = decode_.block_table;
+    w.block_table_stride = decode_.block_table_stride;
+    w.seqlens = decode_.seqlens;
+    w.slot_mapping = args_.slot_mapping.as<const int64_t>();
+    w.batch = decode_.batch;
+    write_.max_pages = d.block_table.shape[1];
+    write_.q_lens = decode_.q_lens;
+    write_.tokens = decode_.tokens;
   }
 
   CacheStorage cache_;
   StepArgs args_;
   DecodeResults results_;
   api::Place place_;
-  int64_t batch_ = 0, tokens_ = 0;
-  bool made_slots_ = false;
-  int64_t end_ = 0, lengths_ = 0, token_counts_ = 0, cu_seqlens_ = 0, slots_ = 0;  // bytes in the workspace
+  const plan::Backend* backend_ = nullptr;  // on a device
+  plan::StepParams write_{};
+  plan::DecodeParams decode_{};
 };
 
 }  // namespace

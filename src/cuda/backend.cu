@@ -3,9 +3,8 @@
 #include "cuda/cache/cache_read.h"
 #include "cuda/cache/cache_write.h"
 #include "cuda/cache/prefill_keys.h"
-#include "cuda/cache/step_tables.h"
 #include "cuda/decode/decode.h"
-#include "cuda/launch.h"
+#include "cuda/device.h"
 #include "cuda/memory/memory.h"
 #include "cuda/partials/partials.h"
 #include "plan/backend.h"
@@ -20,8 +19,7 @@ thread_local std::string refusal;
 /// Makes a device the current one for as long as it lives.
 class CurrentDevice {
  public:
-  explicit CurrentDevice(int device) {
-    require_success(cudaGetDevice(&before_), "the current device");
+  explicit CurrentDevice(int device) : before_(current_device()) {
     if (device != before_) require_success(cudaSetDevice(device), "the tensors' device");
     changed_ = device != before_;
   }
@@ -32,7 +30,7 @@ class CurrentDevice {
   }
 
  private:
-  int before_ = 0;
+  int before_;
   bool changed_ = false;
 };
 
@@ -49,21 +47,17 @@ const char* guarded(int device, const F& f) {
   }
 }
 
-const char* unavailable(int device) {
-  int count = 0, major = 0, minor = 0;
-  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) return cudaGetErrorString(status);
-  if (device < 0 || device >= count) return "there is no such device";
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-    return "the device's compute capability is unknown";
-  }
-  return major == 9 && minor == 0 ? nullptr : "the kernels are for compute capability 9.0";
-}
+const char* unavailable(int device) { return Devices::all().problem(device); }
 
 const char* run_cache_write(const plan::CacheWriteParams& params, const plan::CacheWriteBounds& bounds,
                             const plan::LaunchParams& launch) {
   return guarded(launch.device,
                  [&] { cache_write(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
+}
+
+const char* run_step_write(const plan::StepParams& params, const plan::LaunchParams& launch) {
+  return guarded(launch.device,
+                 [&] { step_write(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
 }
 
 int64_t decode_bytes(const plan::DecodeParams& params, const plan::DecodeBounds&) { return decode_workspace(params); }
@@ -122,12 +116,13 @@ constexpr plan::Backend kBackend = {
     .unavailable = unavailable,
     .cache_write_workspace = cache_write_workspace,
     .cache_write = run_cache_write,
+    .step_write_workspace = step_write_workspace,
+    .step_write = run_step_write,
     .decode_workspace = decode_bytes,
     .decode = run_decode,
     .add_partials = run_without_workspace<add_partials, plan::AddPartialsParams>,
     .finish = run_without_workspace<finish, plan::FinishParams>,
     .cache_read = run_without_workspace<cache_read, plan::CacheReadParams>,
-    .step_tables = run_without_workspace<step_tables, plan::StepParams>,
     .prefill_keys = run_without_workspace<prefill_keys, plan::PrefillKeysParams>,
     .attention_forward_workspace = attention_forward_workspace,
     .attention_forward = run_attention_forward,

@@ -1,17 +1,13 @@
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
 #include <limits>
-#include <stdexcept>
-#include <string>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cuda/device.h"
 
 namespace fold::cuda {
-
-/// Throws if a call of the driver failed. step: what it was for.
-inline void require_success(cudaError_t status, const char* step) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(step) + ": " + cudaGetErrorString(status));
-}
 
 struct Grid {
   int64_t blocks;
@@ -20,13 +16,38 @@ struct Grid {
   bool overlap = false;  // CTAs are placed while the kernel before still runs: this one waits for it by itself
 };
 
+/// How much dynamic shared memory kernels were allowed, so that the driver is asked once for each on a device.
+class SharedMemoryAllowed {
+ public:
+  static SharedMemoryAllowed& of_all() {
+    static SharedMemoryAllowed allowed;
+    return allowed;
+  }
+
+  template <typename Kernel>
+  void require(Kernel* kernel, size_t bytes, const char* step) {
+    if (bytes <= kAlways) return;
+    const std::pair<const void*, int> key(reinterpret_cast<const void*>(kernel), current_device());
+    const std::lock_guard lock(mutex_);
+    size_t& allowed = bytes_[key];
+    if (bytes <= allowed) return;
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+                    step);
+    allowed = bytes;
+  }
+
+ private:
+  static constexpr size_t kAlways = 40 * 1024;  ///< of 48 KiB, beside a kernel's own variables
+
+  std::mutex mutex_;
+  std::map<std::pair<const void*, int>, size_t> bytes_;
+};
+
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream, const char* step,
                    const Args&... args) {
   if (grid.blocks > std::numeric_limits<int32_t>::max()) throw std::runtime_error(std::string(step) + ": too large");
-  require_success(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes)),
-      step);
+  SharedMemoryAllowed::of_all().require(kernel, grid.shared_bytes, step);
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>(grid.blocks);
   config.blockDim = static_cast<unsigned>(grid.threads);

@@ -10,7 +10,7 @@
 namespace fold::plan {
 
 /// Of this header and of every struct that crosses the boundary; API and library must agree.
-constexpr int kBackendVersion = 4;
+constexpr int kBackendVersion = 5;
 
 /// What is declared about a cache write. Lengths, page ids and slots lie in device memory, where the host does not
 /// look, so grids and workspaces follow from these maxima alone.
@@ -46,6 +46,9 @@ struct Backend {
   const char* (*cache_write)(const CacheWriteParams& params, const CacheWriteBounds& bounds,
                              const LaunchParams& launch);
 
+  int64_t (*step_write_workspace)(const StepParams& params);  // bytes
+  const char* (*step_write)(const StepParams& params, const LaunchParams& launch);
+
   int64_t (*decode_workspace)(const DecodeParams& params, const DecodeBounds& bounds);  // bytes
   /// One step, or (params.numerator set) its partial sums. `gates` is host memory.
   const char* (*decode)(const DecodeParams& params, const DecodeBounds& bounds, const LaunchParams& launch);
@@ -54,7 +57,6 @@ struct Backend {
   const char* (*add_partials)(const AddPartialsParams& params, const LaunchParams& launch);
   const char* (*finish)(const FinishParams& params, const LaunchParams& launch);
   const char* (*cache_read)(const CacheReadParams& params, const LaunchParams& launch);
-  const char* (*step_tables)(const StepParams& params, const LaunchParams& launch);
   const char* (*prefill_keys)(const PrefillKeysParams& params, const LaunchParams& launch);
 
   int64_t (*attention_forward_workspace)(const ForwardParams& params);  // bytes

@@ -102,20 +102,15 @@ struct CacheReadParams {
   int64_t rows;
 };
 
-/// What a decoding step's cache write and decode are told, from what its requests hold and bring.
+/// The cache write of a decoding step, and the tables that its decode is told.
 struct StepParams {
-  const int32_t* block_table;  // (B, max_pages)
-  int64_t block_table_stride, max_pages;
-  int64_t page_size;
-  const int32_t* seqlens;       // (B,), stride 1: keys before the step
-  const int32_t* q_lens;        // (B,), stride 1, or null
-  const int64_t* slot_mapping;  // (B T,), stride 1, or null
-  int64_t batch, tokens;
+  CacheWriteParams write;  // B T tokens; cu_seqlens null: T of each request
+  int64_t max_pages;       // columns of block_table
+  const int32_t* q_lens;   // (B,), stride 1, or null
+  int64_t tokens;          // T
 
   int32_t* lengths;       // (B,) keys after the step
   int32_t* token_counts;  // (B,) tokens that are no padding, a request's first
-  int32_t* cu_seqlens;    // (B + 1,) multiples of T
-  int64_t* slots;         // (B T,) where the tokens go, -1 for padding; null where nobody asks
 };
 
 }  // namespace fold::plan

@@ -147,6 +147,11 @@ TEST_P(Step, SomeTokensOfSomeRequests) {
   compare_step(s, {.tokens = 5, .q_lens = {5, 0, 4, 1}, .slots = {}});
 }
 
+TEST_P(Step, MoreTokensThanABlockHas) {
+  Scene s({.n_kv_heads = 1, .head_dim = 64, .page_size = 64, .tail = GetParam()}, {30, 62}, 70);
+  compare_step(s, {.tokens = 70, .q_lens = {70, 67}, .slots = {}});
+}
+
 TEST_P(Step, SlotsOfTheCallers) {
   const std::vector<int64_t> given{5, 2, 0, 3};
   const auto slots = [&](const Scene& s) {
@@ -204,6 +209,59 @@ TEST_F(Steps, ThatMakeNoSenseAreHarmless) {
   got.resize(want.size());
   expect_same(got, want, "the request that makes sense");
   s.pools.expect_same("pages");
+}
+
+/// What a step writes is what a cache write does, whatever the rows and how they lie: three tokens a request, over the
+/// end of a block.
+TEST_F(Steps, WriteEveryLayoutAndType) {
+  const auto compare = [](const CacheLayout& layout, DType k_dtype, DType v_dtype, int64_t first, int64_t pad) {
+    constexpr int64_t kTokens = 3;
+    Scene s(layout, {0, 62, 125, 191}, kTokens, 0.3);
+    const int64_t b = s.requests, hk = layout.n_kv_heads, d = layout.head_dim;
+    Rows k = make_rows(s.random, b * kTokens, hk, d, k_dtype, 0.5, first, pad);
+    Rows v = make_rows(s.random, b * kTokens, hk, d, v_dtype, 0.5, first, pad);
+    const OnDevice<uint8_t> k_there(k.bytes), v_there(v.bytes);
+    auto q = normal(s.random, {b, kTokens, hk, d});
+    auto table = s.table(), before = integers(s.before);
+    auto out = filled(DType::f32, {b, kTokens, hk, d}, 7.0f);
+    const auto rows = [&](const Rows& from, uint8_t* data) {
+      TensorView view(data + from.first * dtype_size(from.dtype), from.dtype, {b * kTokens, hk, d});
+      view.strides = {from.stride_t, from.stride_h, 1};
+      return view;
+    };
+    const auto there_rows = [&](const Rows& from, const OnDevice<uint8_t>& bytes) {
+      const TensorView view = rows(from, bytes.data());
+      return on_device(view, view.data);
+    };
+    StepArgs here{.k = rows(k, k.bytes.data()), .v = rows(v, v.bytes.data()), .slot_mapping = {}, .decode = {}};
+    here.decode.q = q.here();
+    here.decode.block_table = table.here();
+    here.decode.seqlens = before.here();
+    StepArgs there{.k = there_rows(k, k_there), .v = there_rows(v, v_there), .slot_mapping = {}, .decode = {}};
+    there.decode.q = q.there();
+    there.decode.block_table = table.there();
+    there.decode.seqlens = before.there();
+    DecodeResults results_here, results_there;
+    results_here.out = out.here();
+    results_there.out = out.there();
+    const Workspace workspace(decode_step_workspace(s.pools.device(), there));
+    decode_step(s.pools.device(), there, results_there, {.stream = nullptr, .workspace = workspace.view()});
+    check(cudaDeviceSynchronize());
+    decode_step(s.pools.host(), here, results_here);
+    s.pools.expect_same("pages");
+    out.expect_same("out");
+  };
+  for (const int64_t dim : {64, 128, 256}) {
+    for (const auto& [k_bits, v_bits] : {std::pair{16, 16}, {8, 4}, {4, 8}}) {
+      for (const bool tail : {true, false}) {
+        SCOPED_TRACE("head dim " + std::to_string(dim) + ", bits " + std::to_string(k_bits));
+        const CacheLayout layout{2, dim, 64, k_bits, v_bits, tail};
+        compare(layout, DType::bf16, DType::f16, 0, 0);
+        compare(layout, DType::f16, DType::f32, 1, 3);
+        compare(layout, DType::f32, DType::bf16, 3, 1);
+      }
+    }
+  }
 }
 
 /// Partial sums of ranges, added and finished on both sides.

@@ -45,8 +45,9 @@ cudaError_t cudaGetDevice(int* n) {
   *n = 0;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* n, cudaDeviceAttr, int) {
-  *n = static_cast<int>(emu::env("EMU_SMS", 3));
+cudaError_t cudaDeviceGetAttribute(int* n, cudaDeviceAttr attribute, int) {
+  const bool count = attribute == cudaDevAttrMultiProcessorCount;
+  *n = count ? static_cast<int>(emu::env("EMU_SMS", 3)) : attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
   return cudaSuccess;
 }
 const char* cudaGetErrorString(cudaError_t) { return "emulated error"; }

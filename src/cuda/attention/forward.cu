@@ -3,6 +3,7 @@
 
 #include "cuda/attention/forward.h"
 #include "cuda/attention/forward_kernel.cuh"
+#include "cuda/device.h"
 #include "cuda/launch.h"
 
 namespace fold::cuda {
@@ -73,11 +74,7 @@ void attention_forward(const plan::ForwardParams& p, void* workspace, cudaStream
   const int64_t tiles = most_tiles(p), lanes = packed ? p.heads : p.heads * p.batch, items = tiles * lanes;
   if (p.total_q == 0 || items == 0) return;
   if (items >= plan::kMostDeviceRows) throw std::runtime_error("attention, forward: too many tiles and heads");
-  int device = 0, multiprocessors = 0;
-  require_success(cudaGetDevice(&device), "attention, forward");
-  require_success(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-                  "attention, forward");
-
+  const int multiprocessors = cuda::multiprocessors();
   const int64_t group = p.heads / p.kv_heads;
   const int64_t head_bytes = std::max<int64_t>(1, (packed ? p.total_k : p.seqlen_k) * p.head_dim * 4);
   auto* const counters = static_cast<Counters*>(workspace);

@@ -1,6 +1,7 @@
 #pragma once
 #include "cuda/cache/requests.cuh"
 #include "cuda/cache/row.cuh"
+#include "cuda/ptx/launch_order.cuh"
 #include "numerics/block.h"
 #include "numerics/summary.h"
 
@@ -27,14 +28,25 @@ struct BlockTask {
   bool wide;                        // pages start at multiples of 16 bytes
 };
 
+/// What a summary is made of, beside the products.
+template <int D>
+struct BlockSums {
+  uint32_t codes[4][D / 8];  // of K, see add_codes
+  uint32_t mean_magnitude;   // bits of the mean row's largest magnitude
+};
+
+template <int D>
+__device__ void clear_sums(BlockSums<D>& sums) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 4 * (D / 8)) sums.codes[0][thread] = 0;
+  if (thread == 0) sums.mean_magnitude = 0;
+}
+
 template <int D>
 struct BlockShared {
   Fetched<BlockShape<D>::kThreads> fetched;
   float products[kTile * D];  // of V: reading * mean_unit, at product_at
-  struct Sums {
-    uint32_t codes[4][D / 8];  // of K, see add_codes
-    uint32_t mean_magnitude;   // bits of the mean row's largest magnitude
-  } sums[2];                   // for one head, and zeros for the next
+  BlockSums<D> sums[2];       // for one head, and zeros for the next
   LocateShared locate;
   BlockTask task;
 };
@@ -182,7 +194,7 @@ __device__ inline uint16_t block_bound(const uint16_t* k_scale, const uint16_t* 
 /// Adds K's codes up, by kHalf threads. A word of plane h holds channels 8 i .. 8 i + 7; sums 0 and 1 are of its high
 /// nibbles in bytes 0, 2 and 1, 3, sums 2 and 3 of the low ones, 16 bits each. k_h: (64, D/2)
 template <int D>
-__device__ void add_codes(const uint8_t* k_h, int thread, typename BlockShared<D>::Sums& sums) {
+__device__ void add_codes(const uint8_t* k_h, int thread, BlockSums<D>& sums) {
   constexpr int kWords = D / 8, kGroups = BlockShape<D>::kHalf / kWords, kRows = kTile / kGroups;
   static_assert(kRows * 15 < 256);  // a byte holds a thread's sum
   const int word = thread % kWords, first = thread / kWords * kRows;
@@ -200,7 +212,7 @@ __device__ void add_codes(const uint8_t* k_h, int thread, typename BlockShared<D
 }
 
 template <int D>
-__device__ int code_sum(int channel, const typename BlockShared<D>::Sums& sums) {
+__device__ int code_sum(int channel, const BlockSums<D>& sums) {
   const int byte = channel / 2;
   const uint32_t pair = sums.codes[2 * (channel % 2) + byte % 2][byte / 4];
   return static_cast<int>(pair >> (byte % 4 / 2 * 16) & 0xFFFF);
@@ -208,8 +220,7 @@ __device__ int code_sum(int channel, const typename BlockShared<D>::Sums& sums) 
 
 /// The summary of a block whose rows, and products, are all there. page: of this head; slot: of the block's first key.
 template <int D>
-__device__ void summarise(const plan::HeadPage& page, int64_t slot, float* products,
-                          typename BlockShared<D>::Sums& sums) {
+__device__ void summarise(const plan::HeadPage& page, int64_t slot, float* products, BlockSums<D>& sums) {
   using Shape = BlockShape<D>;
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t block = slot / kTile;
@@ -269,6 +280,8 @@ __device__ inline bool find_task(const Write& w, LocateShared& shared, BlockTask
 template <int D>
 __global__ void __launch_bounds__(BlockShape<D>::kThreads, BlockShape<D>::kResident)
     write_blocks(const __grid_constant__ Write w) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
   using Shape = BlockShape<D>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   auto& s = *reinterpret_cast<BlockShared<D>*>(shared_bytes);
@@ -276,11 +289,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, BlockShape<D>::kResid
   BlockTask& task = s.task;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
   if (blockIdx.x == 0 && thread < kMaxFitBlocks) w.arrivals[thread] = 0;
-  const auto clear = [&](int which) {
-    if (thread < 4 * (D / 8)) s.sums[which].codes[0][thread] = 0;
-    if (thread == 0) s.sums[which].mean_magnitude = 0;
-  };
-  clear(0);
+  clear_sums(s.sums[0]);
   if (!find_task(w, s.locate, task)) return;
 
   const bool complete = task.first_row + task.count == kTile, summarised = complete && p.cache.layout.tail;
@@ -310,7 +319,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, BlockShape<D>::kResid
     write_rows<D>(p, side, key_of(pass), lane, s, fetch_next, side == kV && summarised ? s.products : nullptr);
     if (side == kK || !summarised) continue;
     __syncthreads();
-    clear((pass + 1) % 2);
+    clear_sums(s.sums[(pass + 1) % 2]);
     summarise<D>(plan::head_page(p.cache, task.page, task.first_head + pass), task.slot, s.products, s.sums[pass % 2]);
   }
   if (!complete) return;

@@ -17,8 +17,8 @@ struct Write {
   int32_t tokens;      // T_total
   int64_t room;        // keys that a row of block_table has pages for
   int head_step;       // KV heads of a thread block that writes rows
-  int32_t* token_of;   // (tokens,): real token k of a request stands at its first token + k; null: all tokens are real
-  int32_t* counts;     // (B,) real tokens of each request; null likewise
+  int32_t* token_of;   // (tokens,): real token k of a request stands at its first token + k; null: the first are real
+  int32_t* counts;     // (B,) real tokens of each request; null: all are
   uint32_t* arrivals;  // (kMaxFitBlocks,) parts of a fit that are done
 };
 
@@ -28,6 +28,10 @@ struct TokenRange {
 };
 
 __device__ inline TokenRange token_range(const Write& w, int request) {
+  if (w.params.cu_seqlens == nullptr) {  // all bring as many
+    const int each = w.tokens / static_cast<int>(w.params.batch);
+    return {request * each, (request + 1) * each};
+  }
   const int first = min(max(w.params.cu_seqlens[request], 0), w.tokens);
   return {first, min(max(w.params.cu_seqlens[request + 1], first), w.tokens)};
 }

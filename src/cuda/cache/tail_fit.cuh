@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda/cache/tail_solve.cuh"
+#include "cuda/ptx/launch_order.cuh"
 
 // The tail's fits of the marks that a call reaches (docs/numerics.md, section 9). Which they are is decided here, from
 // lengths in device memory. The thread blocks of the grid share the fits out among themselves: each takes whole ones
@@ -31,6 +32,16 @@ __device__ inline unsigned marks_reached(const Request& r) {
   unsigned count = 0;
   for (int64_t mark = plan::next_mark(r.length); mark <= r.new_length; mark = plan::next_mark(mark)) ++count;
   return count;
+}
+
+/// Whether any request does, by a whole thread block.
+__device__ inline bool reaches_mark(const Write& w) {
+  bool found = false;
+  for (int request = threadIdx.x; request < w.params.batch; request += kFitThreads) {
+    const Request r = request_of(w, request);
+    found = found || plan::next_mark(r.length) <= r.new_length;
+  }
+  return __syncthreads_or(found) != 0;
 }
 
 __device__ inline Place find_mark(const Write& w, unsigned index, FitState& state) {
@@ -133,11 +144,13 @@ __device__ void make_fit(const Write& w, FitSlot<D>* slots, FitShared<D>& shared
 
 template <int D>
 __global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constant__ Write w, FitSlot<D>* slots) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
+  if (!reaches_mark(w)) return;  // as nearly always in a decoding step
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   __shared__ FitState state;
   const int heads = static_cast<int>(w.params.cache.layout.n_kv_heads);
   const int64_t fits = int64_t{find_mark(w, 0, state).total} * heads;
-  if (fits == 0) return;
   if (threadIdx.x == 0) {
     const int blocks = static_cast<int>(gridDim.x);
     state.fits = fits;

@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda/cache/requests.cuh"
+#include "cuda/ptx/launch_order.cuh"
 
 // Which tokens are real where a slot mapping marks some as padding.
 namespace fold::cuda::cache {
@@ -9,6 +10,8 @@ constexpr int kTokensAThread = 8;
 
 /// One thread block a request: token_of and counts.
 __global__ void __launch_bounds__(kTokenThreads) list_tokens(const __grid_constant__ Write w) {
+  ptx::wait_for_earlier_kernels();
+  ptx::let_next_kernel_start();
   __shared__ ScanShared scan;
   const TokenRange range = token_range(w, static_cast<int>(blockIdx.x));
   int found = 0;

@@ -5,6 +5,7 @@
 #include "cuda/decode/sum_any.cuh"
 #include "cuda/decode/sum_narrow.cuh"
 #include "cuda/decode/sum_stream.cuh"
+#include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/ptx/launch_order.cuh"
 
@@ -304,9 +305,7 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
   if (params.gates != nullptr) {
     step.gates = {params.gates[0], params.gates[1], params.gates[2], params.gates[3], params.gates[4]};
   }
-  int device = 0, multiprocessors = 0;
-  require_success(cudaGetDevice(&device), "decode");
-  require_success(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "decode");
+  const int multiprocessors = cuda::multiprocessors();
   step.parts = (step.workspace.rows + kPartRows - 1) / kPartRows;
   step.rerun_splits = kRerunSplits;
   switch (step.workspace.head_dim) {

@@ -9,7 +9,11 @@
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeNone, cudaLaunchAttributeProgrammaticStreamSerialization };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
