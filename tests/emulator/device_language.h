@@ -11,6 +11,9 @@
 #define EMU_NOINLINE __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 
+struct alignas(16) double2 {
+  double x, y;
+};
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -26,6 +29,11 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace emu {
 
@@ -69,6 +77,19 @@ T __shfl_up_sync(unsigned mask, T v, int by, EMU_WHERE) {
   return emu::result<T>(
       emu::collective("shfl_up", mask, emu::deposit(v, lane >= by ? lane - by : lane), emu::combine_shuffle, where));
 }
+template <typename T>
+T __shfl_down_sync(unsigned mask, T v, int by, EMU_WHERE) {
+  const int lane = static_cast<int>(emu_lane());
+  return emu::result<T>(emu::collective("shfl_down", mask, emu::deposit(v, lane + by < 32 ? lane + by : lane),
+                                        emu::combine_shuffle, where));
+}
+/// Within sections of `width` lanes.
+template <typename T>
+T __shfl_sync(unsigned mask, T v, int lane, int width, EMU_WHERE) {
+  const int section = static_cast<int>(emu_lane()) & ~(width - 1);
+  return emu::result<T>(
+      emu::collective("shfl", mask, emu::deposit(v, section | (lane & (width - 1))), emu::combine_shuffle, where));
+}
 inline unsigned __ballot_sync(unsigned mask, bool v, EMU_WHERE) {
   return emu::result<unsigned>(emu::collective("ballot", mask, emu::deposit(unsigned{v}), emu::combine_ballot, where));
 }
@@ -90,6 +111,7 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, EMU_WHERE) {
 }
 inline void __syncthreads(EMU_WHERE) { emu::barrier(0, blockDim.x, true, true, where); }
 inline bool __syncthreads_and(bool v, EMU_WHERE) { return emu::barrier(0, blockDim.x, true, v, where); }
+inline int __syncthreads_or(bool v, EMU_WHERE) { return !emu::barrier(0, blockDim.x, true, !v, where); }
 inline void __threadfence() { emu::maybe_yield(); }
 inline void __threadfence_block() { emu::maybe_yield(); }
 inline void __nanosleep(unsigned, EMU_WHERE) { emu::sleep(where); }
@@ -128,6 +150,10 @@ T __ldg(const T* p) {
   return *p;
 }
 template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <typename T>
 T __ldcg(const T* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
@@ -159,6 +185,11 @@ inline uint32_t __vneg4(uint32_t a) {
   for (int i = 0; i < 4; ++i) r |= (0u - (a >> (8 * i)) & 0xFF) << (8 * i);
   return r;
 }
+inline uint32_t __vadd4(uint32_t a, uint32_t b) {
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) r |= ((a >> (8 * i)) + (b >> (8 * i)) & 0xFF) << (8 * i);
+  return r;
+}
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   shift &= 31;
   return shift == 0 ? high : high << shift | low >> (32 - shift);
@@ -182,12 +213,14 @@ inline float __fsub_rn(float a, float b) { return emu::device_nan(a - b); }
 inline float __fdiv_rn(float a, float b) { return emu::device_nan(a / b); }
 inline float __fmaf_rn(float a, float b, float c) { return emu::device_nan(__builtin_fmaf(a, b, c)); }
 inline float __fsqrt_rn(float a) { return emu::device_nan(__builtin_sqrtf(a)); }
+inline float __frcp_rn(float a) { return emu::device_nan(1.0f / a); }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
+inline int __float2int_rn(float a) { return static_cast<int>(__builtin_rintf(a)); }
 inline unsigned __float2uint_rn(float a) {
   if (!(a > 0.0f)) return 0;
   return a < 4294967296.0f ? static_cast<unsigned>(static_cast<int64_t>(__builtin_rintf(a))) : 0xFFFFFFFFu;

@@ -29,6 +29,19 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
   if (bytes) std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) {
+  if (bytes > size_t{1} << 36) return cudaErrorInvalidValue;  // more than the device has
+  return cudaMalloc(p, bytes);
+}
+cudaError_t cudaFreeAsync(void* p, cudaStream_t) { return cudaFree(p); }
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
+  emu::run_all();
+  std::memset(p, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+  return cudaMemcpy(to, from, bytes, kind);
+}
 cudaError_t cudaDeviceSynchronize() {
   emu::run_all();
   return cudaSuccess;
@@ -45,6 +58,7 @@ cudaError_t cudaGetDevice(int* n) {
   *n = 0;
   return cudaSuccess;
 }
+cudaError_t cudaSetDevice(int n) { return n == 0 ? cudaSuccess : cudaErrorInvalidValue; }
 cudaError_t cudaDeviceGetAttribute(int* n, cudaDeviceAttr attribute, int) {
   const bool count = attribute == cudaDevAttrMultiProcessorCount;
   *n = count ? static_cast<int>(emu::env("EMU_SMS", 3)) : attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;

@@ -8,7 +8,7 @@
 // waits for them.
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDefault };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
@@ -47,10 +47,15 @@ cudaError_t cudaMalloc(T** p, size_t bytes) {
 }
 cudaError_t cudaFree(void* p);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind);
+cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t);
+cudaError_t cudaFreeAsync(void* p, cudaStream_t);
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaGetDeviceCount(int*);
 cudaError_t cudaGetDevice(int*);
+cudaError_t cudaSetDevice(int);
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int);
 const char* cudaGetErrorString(cudaError_t);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned);
