@@ -35,7 +35,8 @@ struct DecodeArgs {
   TensorView sinks;   ///< optional (H,) f32: one extra logit per head (natural log), in the denominator only
   double softmax_scale = 0;              ///< 0 stands for 1/sqrt(D)
   std::optional<int64_t> window_left{};  ///< keys before its own that a row sees; -1, and the default: all
-  int splits = 0;                        ///< work splits per request and KV head, 0: chosen; changes no bits
+  int splits = 0;  ///< parts that a request's keys of a KV head are cut into, as far as sensible; 0: chosen.
+                   ///< Changes no bits
   const float* gates = nullptr;  ///< fitting only: 5 gates used instead of the depth's (K.l, K.b, V.h, V.l, V.b)
   float reference_shift = 0;     ///< testing only: added to every sampled reference
 };

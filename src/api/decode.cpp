@@ -41,7 +41,7 @@ struct Call {
   plan::DecodeBounds bounds() const { return {.max_pages = args.block_table.shape[1]}; }
   bool on_host() const { return place.device == Device::cpu; }
   plan::DecodeParams params() const {
-    return on_host() ? api::checked_decode(cache, args) : api::shaped_decode(cache, args);
+    return on_host() ? api::checked_decode(cache, args) : api::device_decode(cache, args);
   }
 
   void run(const plan::DecodeParams& p, const Launch& launch) const {

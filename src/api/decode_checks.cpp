@@ -123,6 +123,15 @@ plan::DecodeParams shaped_decode(const CacheStorage& cache, const DecodeArgs& ar
   return p;
 }
 
+plan::DecodeParams device_decode(const CacheStorage& cache, const DecodeArgs& args) {
+  const plan::DecodeParams p = shaped_decode(cache, args);
+  if (p.cache.page_stride % 16 != 0 || reinterpret_cast<uintptr_t>(p.cache.pages) % 16 != 0) {
+    fail_value("storage alignment", "page stride " + std::to_string(p.cache.page_stride),
+               "on cuda pages to be read must start at multiples of 16 bytes");
+  }
+  return p;
+}
+
 plan::DecodeParams checked_decode(const CacheStorage& cache, const DecodeArgs& args) {
   const plan::DecodeParams p = shaped_decode(cache, args);
   check_requests(args.block_table.shape[1], p);

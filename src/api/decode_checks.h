@@ -9,7 +9,10 @@ namespace fold::api {
 /// Shapes, types and strides; what the tensors hold is not looked at.
 plan::DecodeParams shaped_decode(const CacheStorage& cache, const DecodeArgs& args);
 
-/// The same, and what the tensors hold: lengths, page ids, draft masks, depths.
+/// The same for a GPU, which copies rows in pieces of 16 bytes.
+plan::DecodeParams device_decode(const CacheStorage& cache, const DecodeArgs& args);
+
+/// Shapes, and what the tensors hold: lengths, page ids, draft masks, depths.
 plan::DecodeParams checked_decode(const CacheStorage& cache, const DecodeArgs& args);
 
 /// Where the results go.

@@ -185,7 +185,7 @@ class Call {
 
   void describe() {
     const DecodeArgs& d = args_.decode;
-    decode_ = api::shaped_decode(cache_, d);
+    decode_ = api::device_decode(cache_, d);
     const int64_t tokens = decode_.batch * decode_.tokens;
     if (tokens > std::numeric_limits<int32_t>::max()) {
       fail_value("k.shape", api::shape_text(args_.k), "fewer than 2^31 tokens");

@@ -49,7 +49,7 @@ struct DecodeParams {
   int64_t window_left;         // -1: unlimited
   int64_t key_begin, key_end;  // range of keys summed (the whole request: 0, INT64_MAX)
   int64_t batch, tokens, heads;
-  int splits;  // 0: plan::decode_splits
+  int splits;  // 0: the backend's choice
 
   void* out;  // (B, T, H, D) or null
   DType out_dtype;

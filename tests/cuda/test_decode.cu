@@ -60,7 +60,7 @@ TEST_P(DecodeDevice, SplitsChangeNoBit) {
   c.lengths = {4095, 70};
   Batch batch(c);
   const Results want = batch.on_cpu();
-  for (const int splits : {1, 2, 3, 7, 16, 33, 64}) {
+  for (const int splits : {1, 2, 3, 7, 16, 33, 64, INT_MAX}) {
     SCOPED_TRACE(std::to_string(splits) + " splits");
     batch.set_splits(splits);
     expect_same(batch.on_gpu(), want);

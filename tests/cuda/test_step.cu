@@ -171,6 +171,28 @@ INSTANTIATE_TEST_SUITE_P(Tail, Step, ::testing::Values(true, false));
 
 using Steps = DeviceTest;
 
+/// Rows are written anywhere and copied from multiples of 16 bytes only.
+TEST_F(Steps, ReadAlignedPagesOnly) {
+  Scene s({.n_kv_heads = 1, .head_dim = 64, .page_size = 64}, {100}, 8);
+  auto q = normal(s.random, {1, 1, kGroup, 64}), out = filled(DType::f32, {1, 1, kGroup, 64}, 7.0f);
+  auto table = s.table(), lengths = integers({100});
+  DecodeArgs args;
+  args.q = q.there();
+  args.block_table = table.there();
+  args.seqlens = lengths.there();
+  DecodeResults results;
+  results.out = out.there();
+  CacheStorage shifted = s.pools.device();
+  shifted.storage.data = static_cast<uint8_t*>(shifted.storage.data) + 4;
+  try {
+    const Workspace workspace(decode_workspace(shifted, args));
+    decode(shifted, args, results, {.stream = nullptr, .workspace = workspace.view()});
+    ADD_FAILURE() << "pages at a multiple of 4 bytes were read";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("must start at multiples of 16 bytes"), std::string::npos) << e.what();
+  }
+}
+
 /// Lengths and numbers of tokens that cannot be bring nothing; neighbours do not notice.
 TEST_F(Steps, ThatMakeNoSenseAreHarmless) {
   const CacheLayout layout{.n_kv_heads = 1, .head_dim = 64, .page_size = 64};

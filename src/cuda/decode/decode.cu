@@ -113,7 +113,7 @@ __device__ void work_on(const Step& step, Visit& visit, RangeTask& task, Shared&
     visit.some = visit.last = false;
     if (head.seen == 0) {
       if (visit.first) atomicAdd(&step.workspace.queue()->finished, 1u);
-    } else if (units_of<Summer>(step, head.tiles, false) == 0 || head.active == 0) {  // nothing is summed
+    } else if (units_of<Summer>(step, head.tiles, false) == 0) {  // nothing is summed
       visit.last = visit.first;
     } else {
       visit.some = take<Summer>(step, visit.group, task, visit.units);
@@ -143,6 +143,7 @@ __device__ void work_on(const Step& step, Visit& visit, RangeTask& task, Shared&
   if (again) {
     GroupHead& head = *step.workspace.group(visit.group).head;
     atomicExch(&head.taken, static_cast<unsigned>(head.run) << kRunShift);
+    __threadfence();  // who sees the number sees that there is work
     atomicAdd(&step.workspace.queue()->reopened, 1u);
   } else {
     atomicAdd(&step.workspace.queue()->finished, 1u);
@@ -160,7 +161,7 @@ __device__ void find_group(const Step& step, int& chosen) {
   int group = -1;
   for (int i = threadIdx.x; i < step.workspace.groups; i += blockDim.x) {
     const GroupHead& head = *step.workspace.group(i).head;
-    if (head.seen == 0 || head.active == 0) continue;
+    if (head.seen == 0) continue;
     const unsigned taken = *const_cast<volatile const unsigned*>(&head.taken);
     const unsigned all = units_of<Summer>(step, head.tiles, taken >> kRunShift != 0),
                    gone = min(taken & kTakenMask, all);
@@ -205,7 +206,10 @@ __device__ bool next_visit(const Step& step, Visit& visit) {
     }
   }
   visit.group = -1;
-  if (visit.searches) visit.reopened = *const_cast<volatile unsigned*>(&queue.reopened);
+  if (visit.searches) {
+    visit.reopened = *const_cast<volatile unsigned*>(&queue.reopened);
+    __threadfence();
+  }
   return true;
 }
 
@@ -249,7 +253,9 @@ __global__ __launch_bounds__(kPrepareThreads) void prepare_kernel(const __grid_c
   if (threadIdx.x == 0) step.workspace.group(index).head->seen = seen;
 }
 
+constexpr int kMostSplits = 64;
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
+static_assert(kMaxRows * int64_t{std::max(kMostSplits, kRerunSplits)} < kTakenMask);
 
 template <int D, int Quads, bool Tail>
 void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
@@ -259,8 +265,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   // Beside it the kernel's own variables and what CUDA keeps for itself.
   static_assert(Summer::kCtas * (kShared + 512 + 1024) <= 228 * 1024, "shared memory of a Hopper multiprocessor");
   const int64_t groups = step.workspace.groups, ctas = int64_t{multiprocessors} * Summer::kCtas;
-  step.splits = step.params.splits > 0 ? step.params.splits
-                                       : static_cast<int>(std::clamp<int64_t>(ctas / (groups * step.parts), 1, 64));
+  step.splits = step.params.splits > 0
+                    ? std::min(step.params.splits, kMostSplits)
+                    : static_cast<int>(std::clamp<int64_t>(ctas / (groups * step.parts), 1, kMostSplits));
   launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D>), true}, stream, "decode, prepare",
                 step);
   launch_kernel(step_kernel<D, How>, {ctas, Summer::kThreads, kShared, true}, stream, "decode", step);

@@ -8,7 +8,7 @@
 // decides together what is read (docs/numerics.md, sections 5-8); group index: (batch * T + token) * HK + KV head.
 namespace fold::cuda {
 
-constexpr int kRunShift = 29;  ///< a group has fewer tiles than 2^26
+constexpr int kRunShift = 29;  ///< a group has fewer tiles than 2^26, and fewer ranges of them
 constexpr unsigned kTakenMask = (1u << kRunShift) - 1;
 constexpr int kMaxRows = 64;  ///< query heads a KV head may serve
 
@@ -105,9 +105,10 @@ struct Step {
   plan::DecodeParams params;
   numerics::Gates gates;  // instead of the depth's, if params.gates is set
   Workspace workspace;
-  int splits, rerun_splits;  // CTAs that a group is meant for, at first and when it runs again
-  int parts;                 // ranges of rows
-  int64_t max_pages;         // columns of the block table
+  int splits;         // CTAs that are sent to a group
+  int rerun_splits;   // ranges of tiles when it runs again, if ranges are handed out
+  int parts;          // ranges of rows
+  int64_t max_pages;  // columns of the block table
 };
 
 }  // namespace fold::cuda

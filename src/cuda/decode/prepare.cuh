@@ -365,6 +365,7 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
     head.outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), head.typical) > 0.0f;
     head.nan = shared.nan;
     head.active = ~shared.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
+    if (head.active == 0) head.tiles = {0, 0};  // nothing to sum
   }
   for (int j = thread; j < rows * (D / 16); j += blockDim.x) {
     const auto copy = [j](int8_t* to, const int8_t* from) {

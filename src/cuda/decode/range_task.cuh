@@ -8,7 +8,7 @@ struct RangeTask {
   GroupState g;
   Visible visible;
   uint64_t active;
-  int batch, token, kv_head, rows, fit_mark, typical, outliers;
+  int batch, kv_head, rows, fit_mark, typical, outliers;
   int row_begin, row_end;  // whose values are summed here
   TileRange tiles;
   // StreamSummer: tiles that a warp takes at once, and where the group begins. `tiles` begins with a chunk for each

@@ -179,7 +179,7 @@ class StreamSummer {
         for (uint64_t& barrier : of_warp) ptx::invalidate_barrier(ptx::shared_address(&barrier));
       }
     }
-    ptx::fence_async();  // the next item's first tiles arrive in the place of the numerators
+    ptx::fence_async();  // the next visit's first tiles arrive in the place of the numerators
     __syncthreads();
   }
 
