@@ -130,14 +130,8 @@ def main(
             results[name] = rows
             show(name, rows)
     if json:
-        about = report.provenance() | {
-            "command": " ".join(["benchmarks/cuda/attention.py", *report.provenance()["command"].split()[1:]]),
-            "gpu": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "peers": peers.versions(published),
-        }
         shapes = [{"shape": name, "rows": rows} for name, rows in results.items()]
-        report.write_json(json, {"provenance": about, "shapes": shapes})
+        report.write_json(json, {"provenance": peers.provenance("attention.py", published), "shapes": shapes})
     if plot and results:
         plot_rows(plot, results)
     for problem in problems:

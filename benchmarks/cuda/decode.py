@@ -192,13 +192,8 @@ def main(
         if rows:
             results[name] = rows
             show(name, rows, bandwidth, every)
-    about = report.provenance() | {
-        "command": " ".join(["benchmarks/cuda/decode.py", *report.provenance()["command"].split()[1:]]),
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "peers": peers.versions(published),
-    }
     if json:
+        about = peers.provenance("decode.py", published)
         found = [
             {"shape": name, "rows": rows, "at_equal_error": at_equal_error(rows)} for name, rows in results.items()
         ]

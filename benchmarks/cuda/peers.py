@@ -6,6 +6,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+
+from fold_attention.cli import report
 
 NAMES = ("flash-attn-4", "flashinfer-python", "nvidia-cutlass-dsl", "triton")
 
@@ -21,6 +26,17 @@ def versions(published: Path | None) -> dict[str, str]:
     for package in metadata.distributions(path=[str(published)]) if published else ():
         found[f"published {package.name}"] = package.version
     return found
+
+
+def provenance(script: str, published: Path | None) -> dict[str, Any]:
+    """What a result of the script in this folder says of its origin."""
+    about = report.provenance()
+    return about | {
+        "command": " ".join([f"benchmarks/cuda/{script}", *about["command"].split()[1:]]),
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "peers": versions(published),
+    }
 
 
 def label(name: str) -> str:

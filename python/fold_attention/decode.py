@@ -99,9 +99,7 @@ def fold_attn_with_kvcache(
     Raises:
         ValueError, TypeError: for what cannot be honoured, as *what=got; allowed*, before anything is written.
     """
-    require_tensor("q", q)
-    if q.ndim not in (3, 4):
-        raise _bad_query(q)
+    _require_query(q)
     batch, tokens = q.shape[0], q.shape[1] if q.ndim == 4 else 1
     table = _one_of(block_table, page_table)
     if not cache.storage.is_cuda:  # where it is, the library says so, and here time matters
@@ -288,14 +286,15 @@ def require_depth(depth: object) -> None:
 
 def _query(q: Tensor) -> Tensor:
     """q as (B, T, H, D)."""
-    require_tensor("q", q)
-    if q.ndim not in (3, 4):
-        raise _bad_query(q)
+    _require_query(q)
     return q if q.ndim == 4 else q.unsqueeze(1)
 
 
-def _bad_query(q: Tensor) -> ValueError:
-    return bad_value("q.ndim", q.ndim, "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch")
+def _require_query(q: Tensor) -> None:
+    require_tensor("q", q)
+    if q.ndim not in (3, 4):
+        allowed = "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch"
+        raise bad_value("q.ndim", q.ndim, allowed)
 
 
 def _new_rows(name: str, rows: Tensor, b: int, t: int) -> Tensor:

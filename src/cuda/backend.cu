@@ -49,91 +49,49 @@ const char* guarded(int device, const F& f) {
 
 const char* unavailable(int device) { return Devices::all().problem(device); }
 
-const char* run_cache_write(const plan::CacheWriteParams& params, const plan::CacheWriteBounds& bounds,
-                            const plan::LaunchParams& launch) {
-  return guarded(launch.device,
-                 [&] { cache_write(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
-}
-
-const char* run_step_write(const plan::StepParams& params, const plan::LaunchParams& launch) {
-  return guarded(launch.device,
-                 [&] { step_write(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
-}
-
 int64_t decode_bytes(const plan::DecodeParams& params, const plan::DecodeBounds&) { return decode_workspace(params); }
-
-const char* run_decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds,
-                       const plan::LaunchParams& launch) {
-  return guarded(launch.device,
-                 [&] { decode(params, bounds, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
-}
-
-/// An entry of the table for an operation without a workspace.
-template <auto Operation, typename Params>
-const char* run_without_workspace(const Params& params, const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { Operation(params, static_cast<cudaStream_t>(launch.stream)); });
-}
-
-const char* run_attention_forward(const plan::ForwardParams& params, const plan::LaunchParams& launch) {
-  return guarded(launch.device,
-                 [&] { attention_forward(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
-}
-
-const char* run_attention_backward(const plan::BackwardParams& params, const plan::LaunchParams& launch) {
-  return guarded(launch.device,
-                 [&] { attention_backward(params, launch.workspace, static_cast<cudaStream_t>(launch.stream)); });
-}
 
 cudaStream_t stream_of(const plan::LaunchParams& launch) { return static_cast<cudaStream_t>(launch.stream); }
 
+// Entries of the table, by what an operation takes before its stream.
+
+template <auto Operation, typename... Args>
+const char* run(Args... args, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { Operation(args..., stream_of(launch)); });
+}
+
+template <auto Operation, typename... Args>
+const char* run_with_workspace(Args... args, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] { Operation(args..., launch.workspace, stream_of(launch)); });
+}
+
 const char* run_allocate(int64_t bytes, void** memory, const plan::LaunchParams& launch) {
   return guarded(launch.device, [&] { *memory = allocate(bytes, stream_of(launch)); });
-}
-
-const char* run_release(void* memory, const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { release(memory, stream_of(launch)); });
-}
-
-const char* run_clear(void* memory, int64_t bytes, const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { clear(memory, bytes, stream_of(launch)); });
-}
-
-const char* run_copy(void* to, const void* from, int64_t bytes, const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { copy(to, from, bytes, stream_of(launch)); });
-}
-
-const char* run_wait(const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { wait(stream_of(launch)); });
-}
-
-const char* run_set_words(int32_t* words, const plan::WordChange* changes, int64_t count,
-                          const plan::LaunchParams& launch) {
-  return guarded(launch.device, [&] { set_words(words, changes, count, stream_of(launch)); });
 }
 
 constexpr plan::Backend kBackend = {
     .version = plan::kBackendVersion,
     .unavailable = unavailable,
     .cache_write_workspace = cache_write_workspace,
-    .cache_write = run_cache_write,
+    .cache_write = run_with_workspace<cache_write, const plan::CacheWriteParams&, const plan::CacheWriteBounds&>,
     .step_write_workspace = step_write_workspace,
-    .step_write = run_step_write,
+    .step_write = run_with_workspace<step_write, const plan::StepParams&>,
     .decode_workspace = decode_bytes,
-    .decode = run_decode,
-    .add_partials = run_without_workspace<add_partials, plan::AddPartialsParams>,
-    .finish = run_without_workspace<finish, plan::FinishParams>,
-    .cache_read = run_without_workspace<cache_read, plan::CacheReadParams>,
-    .prefill_keys = run_without_workspace<prefill_keys, plan::PrefillKeysParams>,
+    .decode = run_with_workspace<decode, const plan::DecodeParams&, const plan::DecodeBounds&>,
+    .add_partials = run<add_partials, const plan::AddPartialsParams&>,
+    .finish = run<finish, const plan::FinishParams&>,
+    .cache_read = run<cache_read, const plan::CacheReadParams&>,
+    .prefill_keys = run<prefill_keys, const plan::PrefillKeysParams&>,
     .attention_forward_workspace = attention_forward_workspace,
-    .attention_forward = run_attention_forward,
+    .attention_forward = run_with_workspace<attention_forward, const plan::ForwardParams&>,
     .attention_backward_workspace = attention_backward_workspace,
-    .attention_backward = run_attention_backward,
+    .attention_backward = run_with_workspace<attention_backward, const plan::BackwardParams&>,
     .allocate = run_allocate,
-    .release = run_release,
-    .clear = run_clear,
-    .copy = run_copy,
-    .wait = run_wait,
-    .set_words = run_set_words,
+    .release = run<release, void*>,
+    .clear = run<clear, void*, int64_t>,
+    .copy = run<copy, void*, const void*, int64_t>,
+    .wait = run<wait>,
+    .set_words = run<set_words, int32_t*, const plan::WordChange*, int64_t>,
 };
 
 }  // namespace

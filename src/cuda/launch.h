@@ -16,6 +16,8 @@ struct Grid {
   bool overlap = false;  // CTAs are placed while the kernel before still runs: this one waits for it by itself
 };
 
+inline Grid a_warp_each(int64_t rows, int threads) { return {(32 * rows + threads - 1) / threads, threads, 0}; }
+
 /// How much dynamic shared memory kernels were allowed, so that the driver is asked once for each on a device.
 class SharedMemoryAllowed {
  public:

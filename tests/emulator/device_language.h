@@ -180,16 +180,12 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   for (int i = 0; i < 4; ++i) c += (a >> (8 * i) & 0xFF) * (b >> (8 * i) & 0xFF);
   return c;
 }
-inline uint32_t __vneg4(uint32_t a) {
-  uint32_t r = 0;
-  for (int i = 0; i < 4; ++i) r |= (0u - (a >> (8 * i)) & 0xFF) << (8 * i);
-  return r;
-}
 inline uint32_t __vadd4(uint32_t a, uint32_t b) {
   uint32_t r = 0;
   for (int i = 0; i < 4; ++i) r |= ((a >> (8 * i)) + (b >> (8 * i)) & 0xFF) << (8 * i);
   return r;
 }
+inline uint32_t __vneg4(uint32_t a) { return __vadd4(~a, 0x01010101); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   shift &= 31;
   return shift == 0 ? high : high << shift | low >> (32 - shift);

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, 1024 / BlockShape<D>:
       stored = at.page >= 0 && (p.slot_mapping == nullptr || p.slot_mapping[token] == slot);
     }
     rotate_row<D>(row, lane);
-    const uint16_t scale = scale_row<D>(row);
+    const uint16_t scale = scale_row<Row::kLanes>(row.x);
     if (stored) store_row<D>(row, scale, tile_planes<D>(page, side, at.slot), first + i / 2, lane);
   }
   if (first + count != kTile || at.page < 0) return;

@@ -143,7 +143,7 @@ __device__ void write_rows(const plan::CacheWriteParams& p, Side side, const Key
   uint16_t scale = 0;
   if (__any_sync(kWarp, is_new)) {
     rotate_row<D>(x, lane);
-    scale = scale_row<D>(x);
+    scale = scale_row<RowShape<D>::kLanes>(x);
   }
   if (!is_new) {
     if (products == nullptr) return;

@@ -7,8 +7,6 @@ namespace {
 
 using namespace cache;
 
-constexpr int kThreads = 256;
-
 /// A request's tokens, cut to the tensors' rows as attention cuts them.
 struct Tokens {
   int64_t first, count;
@@ -44,10 +42,8 @@ __global__ void __launch_bounds__(32) key_starts_kernel(const __grid_constant__ 
 
 /// One warp a row and KV head: K and V.
 template <int D>
-__global__ void __launch_bounds__(kThreads) prefill_keys_kernel(const __grid_constant__ plan::PrefillKeysParams p) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
-  const int64_t heads = p.cache.layout.n_kv_heads, row = warp / heads, head = warp % heads;
+__global__ void __launch_bounds__(kReadThreads) prefill_keys_kernel(const __grid_constant__ plan::PrefillKeysParams p) {
+  const auto [warp, row, head, lane] = row_of_warp(p.cache.layout.n_kv_heads);
   if (row >= p.rows) return;
   const int64_t request = request_of_row(p.key_starts, p.batch, row);
   if (request < 0) return;
@@ -73,10 +69,10 @@ __global__ void __launch_bounds__(kThreads) prefill_keys_kernel(const __grid_con
 
 void prefill_keys(const plan::PrefillKeysParams& params, cudaStream_t stream) {
   launch_kernel(key_starts_kernel, {1, 32, 0}, stream, "where a prompt's keys start", params);
-  const int64_t warps = params.rows * params.cache.layout.n_kv_heads;
-  if (warps == 0 || params.batch == 0) return;
+  if (params.rows == 0 || params.batch == 0) return;
   const auto kernel = params.cache.layout.head_dim == 64 ? prefill_keys_kernel<64> : prefill_keys_kernel<128>;
-  launch_kernel(kernel, {(32 * warps + kThreads - 1) / kThreads, kThreads, 0}, stream, "a prompt's keys", params);
+  launch_kernel(kernel, a_warp_each(params.rows * params.cache.layout.n_kv_heads, kReadThreads), stream,
+                "a prompt's keys", params);
 }
 
 }  // namespace fold::cuda

@@ -5,6 +5,18 @@
 // Keys of the cache at their finest reading, rotated back: a row of K and of V a warp.
 namespace fold::cuda::cache {
 
+constexpr int kReadThreads = 256;
+
+/// What a warp of a grid does: one row and KV head.
+struct RowOfWarp {
+  int64_t number, row, head;  // of the warp; number = row * heads + head
+  int lane;
+};
+__device__ inline RowOfWarp row_of_warp(int64_t heads) {
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kReadThreads + threadIdx.x) / 32;
+  return {warp, warp / heads, warp % heads, static_cast<int>(threadIdx.x % 32)};
+}
+
 /// The request whose rows starts[b] .. starts[b + 1] hold this one, or -1. starts: (batch + 1,), batch > 0
 __device__ inline int64_t request_of_row(const int32_t* starts, int64_t batch, int64_t row) {
   int64_t first = 0, count = batch;  // the last request among them that starts at or before the row

@@ -124,27 +124,26 @@ __device__ void rotate_row(RowPart<D>& x, int lane) {
   }
 }
 
-/// The scale of each of a warp's rows. A row that is not finite becomes zeros.
-template <int D>
-__device__ uint16_t scale_row(RowPart<D>& x) {
-  using Shape = RowShape<D>;
+/// The scale of each of a warp's rows, which Lanes lanes share. A row that is not finite becomes zeros.
+template <int Lanes, int Runs, int N>
+__device__ uint16_t scale_row(float (&x)[Runs][N]) {
   float largest = 0.0f;
 #pragma unroll
-  for (int run = 0; run < Shape::kRuns; ++run) {
+  for (int run = 0; run < Runs; ++run) {
 #pragma unroll
-    for (int i = 0; i < Shape::kRun; ++i) largest = ptx::max_magnitude(largest, x[run][i]);
+    for (int i = 0; i < N; ++i) largest = ptx::max_magnitude(largest, x[run][i]);
   }
 #pragma unroll
-  for (int s = 1; s < Shape::kLanes; s *= 2) {
+  for (int s = 1; s < Lanes; s *= 2) {
     largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, s));
   }
   const uint16_t scale = numerics::row_scale(largest);
   if (scale == numerics::kBf16Nan) {
     rarely();
 #pragma unroll
-    for (int run = 0; run < Shape::kRuns; ++run) {
+    for (int run = 0; run < Runs; ++run) {
 #pragma unroll
-      for (int i = 0; i < Shape::kRun; ++i) x[run][i] = 0.0f;
+      for (int i = 0; i < N; ++i) x[run][i] = 0.0f;
     }
   }
   return scale;

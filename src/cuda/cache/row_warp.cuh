@@ -65,31 +65,6 @@ __device__ void rotate_row(WideRow<D>& row, int lane) {
   }
 }
 
-/// The scale of each of a warp's rows. A row that is not finite becomes zeros.
-template <int D>
-__device__ uint16_t scale_row(WideRow<D>& row) {
-  float largest = 0.0f;
-#pragma unroll
-  for (const auto& word : row.x) {
-#pragma unroll
-    for (const float value : word) largest = ptx::max_magnitude(largest, value);
-  }
-#pragma unroll
-  for (int s = 1; s < WideRow<D>::kLanes; s *= 2) {
-    largest = ptx::max_magnitude(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, s));
-  }
-  const uint16_t scale = numerics::row_scale(largest);
-  if (scale == numerics::kBf16Nan) {
-    rarely();
-#pragma unroll
-    for (auto& word : row.x) {
-#pragma unroll
-      for (float& value : word) value = 0.0f;
-    }
-  }
-  return scale;
-}
-
 /// K's or V's planes and scales of a 64-key tile.
 struct SidePlanes {
   uint8_t *h, *l;   // (64, D/2); l may be null

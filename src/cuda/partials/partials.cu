@@ -6,15 +6,9 @@ namespace fold::cuda {
 
 using namespace partials;
 
-namespace {
-
-Grid a_warp_each(int64_t rows) { return {(32 * rows + kThreads - 1) / kThreads, kThreads, 0}; }
-
-}  // namespace
-
 void add_partials(const plan::AddPartialsParams& params, cudaStream_t stream) {
   if (params.rows == 0) return;
-  launch_kernel(add_kernel, a_warp_each(params.rows), stream, "the sum of partials", params);
+  launch_kernel(add_kernel, a_warp_each(params.rows, kThreads), stream, "the sum of partials", params);
 }
 
 void finish(const plan::FinishParams& params, cudaStream_t stream) {
@@ -23,7 +17,7 @@ void finish(const plan::FinishParams& params, cudaStream_t stream) {
   const auto kernel = params.head_dim == 64    ? finish_kernel<64>
                       : params.head_dim == 128 ? finish_kernel<128>
                                                : finish_kernel<256>;
-  launch_kernel(kernel, a_warp_each(rows), stream, "the finish of partials", params);
+  launch_kernel(kernel, a_warp_each(rows, kThreads), stream, "the finish of partials", params);
 }
 
 }  // namespace fold::cuda
