@@ -1,8 +1,7 @@
 // Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
-// rows needed and their rate, the error against fp64. L2 is evicted before every step by writing 256 MB and then
-// reading other 256 MB.
-// decode_bench [NAME [tail|no-tail [DEPTH ...]]]: the shapes whose name contains NAME, with or without the tail model,
-// at these depths (inf: every V is read).
+// rows needed and their rate, request 0's error against fp64. L2 is evicted before every step by writing 256 MB and
+// then reading other 256 MB. decode_bench [NAME [tail|no-tail [DEPTH ...]]]: the shapes whose name contains NAME, with
+// or without the tail model, at these depths (inf: every V is read).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,14 +14,13 @@
 #include <stdexcept>
 #include <vector>
 
+#include "cuda/cache/cache_write.h"
 #include "cuda/decode/decode.h"
-#include "fold/cache_ops.h"
-#include "fold/decode.h"
+#include "fold/cache_layout.h"
 
 namespace {
 
 using fold::DType;
-using fold::TensorView;
 
 void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
@@ -127,48 +125,75 @@ std::vector<float> queries(const Shape& s) {
   return q;
 }
 
-/// One request's pages, written by the CPU backend, and as many copies of them as the batch asks for.
+/// Standard normal numbers, by Box and Muller from a hash of (seed, index).
+__global__ void fill_normal(float* x, int64_t size, uint32_t seed) {
+  const auto uniform = [](uint32_t h) {  // in (0, 1)
+    h ^= h >> 16, h *= 0x7feb352du, h ^= h >> 15, h *= 0x846ca68bu, h ^= h >> 16;
+    return (static_cast<float>(h >> 8) + 0.5f) * 0x1p-24f;
+  };
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
+    const uint32_t h = static_cast<uint32_t>(2 * i) * 0x9e3779b9u + seed * 0x85ebca6bu;
+    x[i] = sqrtf(-2.0f * logf(uniform(h))) * cospif(2.0f * uniform(h + 0x9e3779b9u));
+  }
+}
+
+/// Key 0 is a sink: along the queries of its group, it holds about half of the mass. (HK, D)
+std::vector<float> sink_keys(const Shape& s) {
+  std::vector<float> keys = shared_queries(s);
+  const auto d = static_cast<size_t>(s.head_dim);
+  const double logit = std::log(static_cast<double>(s.keys)) + 4.5;  // nats; the others' mean is 9 / 2
+  for (auto along = keys.begin(); along != keys.end(); along += d) {
+    const double square = std::inner_product(along, along + d, along, 0.0);
+    const auto factor = static_cast<float>(logit * std::sqrt(static_cast<double>(d)) / (2.4 * square));
+    std::transform(along, along + d, along, [&](float x) { return factor * x; });
+  }
+  return keys;
+}
+
+/// Requests of the same length, each with keys and values of its own.
 struct Cache {
   Cache(const Shape& s, bool tail) : layout{.n_kv_heads = s.kv_heads, .head_dim = s.head_dim, .tail = tail} {
     sections = fold::page_sections(layout);
-    const int64_t pages = s.keys / layout.page_size + 1, rows = s.keys * s.kv_heads * s.head_dim;
-    std::mt19937 rng(1);
-    std::normal_distribution<float> normal;
-    k.resize(static_cast<size_t>(rows));
-    v.resize(k.size());
-    for (float& x : k) x = normal(rng);
-    for (float& x : v) x = normal(rng);
-    // Key 0 is a sink: along the queries of its group, it holds about half of the mass.
-    const std::vector<float> shared = shared_queries(s);
-    const auto d = static_cast<size_t>(s.head_dim);
-    for (size_t head = 0; head < static_cast<size_t>(s.kv_heads); ++head) {
-      const float* along = &shared[head * d];
-      const double square = std::inner_product(along, along + d, along, 0.0);
-      const double logit = std::log(static_cast<double>(s.keys)) + 4.5;  // nats; the others' mean is 9 / 2
-      for (size_t i = 0; i < d; ++i)
-        k[head * d + i] = static_cast<float>(logit * std::sqrt(static_cast<double>(d)) / (2.4 * square)) * along[i];
-    }
-    std::vector<uint8_t> bytes(static_cast<size_t>(pages * sections.bytes));
-    std::vector<int32_t> table(static_cast<size_t>(pages));
-    std::iota(table.begin(), table.end(), 0);
-    int32_t before = 0, ends[2] = {0, static_cast<int32_t>(s.keys)};
-    fold::cache_write({layout, TensorView(bytes.data(), DType::u8, {pages, sections.bytes})},
-                      {.k = TensorView(k.data(), DType::f32, {s.keys, s.kv_heads, s.head_dim}),
-                       .v = TensorView(v.data(), DType::f32, {s.keys, s.kv_heads, s.head_dim}),
-                       .block_table = TensorView(table.data(), DType::i32, {1, pages}),
-                       .seqlens = TensorView(&before, DType::i32, {1}),
-                       .cu_seqlens = TensorView(ends, DType::i32, {2}),
-                       .slot_mapping = {}});
-    check(cudaMalloc(&data, bytes.size() * s.batch));
-    for (int64_t b = 0; b < s.batch; ++b)
-      check(cudaMemcpy(data + b * bytes.size(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
-    std::vector<int32_t> all;
-    for (int64_t b = 0; b < s.batch; ++b) {
-      for (int64_t i = 0; i < pages; ++i) all.push_back(static_cast<int32_t>(b * pages + i));
-    }
-    block_table = device_array(all);
+    const int64_t pages = s.keys / layout.page_size + 1, row = s.kv_heads * s.head_dim, size = s.keys * row;
     pages_of_request = pages;
     num_pages = pages * s.batch;
+    std::vector<int32_t> table(static_cast<size_t>(num_pages));
+    std::iota(table.begin(), table.end(), 0);
+    block_table = device_array(table);
+    check(cudaMalloc(&data, sections.bytes * num_pages));
+    const std::vector<float> sinks = sink_keys(s);
+    float *k_rows = device_array(std::vector<float>(static_cast<size_t>(size))),
+          *v_rows = device_array(std::vector<float>(static_cast<size_t>(size)));
+    int32_t *before = device_array(std::vector<int32_t>{0}),
+            *ends = device_array(std::vector<int32_t>{0, static_cast<int32_t>(s.keys)});
+    fold::plan::CacheWriteParams p{};
+    p.cache = {data, sections.bytes, num_pages, layout, sections};
+    p.k = k_rows;
+    p.v = v_rows;
+    p.k_dtype = p.v_dtype = DType::f32;
+    p.k_stride_t = p.v_stride_t = row;
+    p.k_stride_h = p.v_stride_h = s.head_dim;
+    p.block_table_stride = pages;
+    p.seqlens = before;
+    p.cu_seqlens = ends;
+    p.batch = 1;
+    const fold::plan::CacheWriteBounds bounds{.tokens = s.keys, .max_pages = pages};
+    void* workspace = nullptr;
+    check(cudaMalloc(&workspace, fold::cuda::cache_write_workspace(p, bounds)));
+    for (int64_t b = 0; b < s.batch; ++b) {
+      fill_normal<<<1056, 256>>>(k_rows, size, static_cast<uint32_t>(2 * b));
+      fill_normal<<<1056, 256>>>(v_rows, size, static_cast<uint32_t>(2 * b + 1));
+      check(cudaMemcpy(k_rows, sinks.data(), sinks.size() * sizeof(float), cudaMemcpyHostToDevice));
+      p.block_table = block_table + b * pages;
+      fold::cuda::cache_write(p, bounds, workspace, nullptr);
+      if (b > 0) continue;
+      k = host_copy(k_rows, static_cast<size_t>(size));
+      v = host_copy(v_rows, static_cast<size_t>(size));
+    }
+    check(cudaDeviceSynchronize());
+    for (void* used : {static_cast<void*>(k_rows), static_cast<void*>(v_rows), static_cast<void*>(before),
+                       static_cast<void*>(ends), workspace})
+      cudaFree(used);
   }
   ~Cache() {
     cudaFree(data);
@@ -177,7 +202,7 @@ struct Cache {
 
   fold::CacheLayout layout;
   fold::PageSections sections;
-  std::vector<float> k, v;  // (keys, HK, D)
+  std::vector<float> k, v;  // of request 0: (keys, HK, D)
   uint8_t* data = nullptr;
   int32_t* block_table = nullptr;
   int64_t pages_of_request = 0, num_pages = 0;
