@@ -28,7 +28,8 @@ std::vector<Case> cases() {
       {"sinks_window", {1, 350, 350, 4, 1, 128}, true, true, 128},
       {"one_query", {4, 1, 300, 4, 2, 128}, true},
       {"kv_heads_without_parts", {1, 150, 150, 18, 9, 64}, true},
-      {"parts_of_two_heads", {2, 140, 150, 16, 4, 64}, true},
+      {"parts_of_whole_heads", {2, 240, 250, 32, 4, 64}, true},
+      {"parts_within_heads", {2, 330, 350, 12, 3, 128}, true},
   };
   for (const int64_t length : {2, 3, 31, 63, 64, 65, 127, 128, 129, 191, 193, 251}) {
     // Few rows in many sequences: errors are compared, and need numbers to be averages.

@@ -27,15 +27,15 @@ int64_t all_tiles(const plan::ForwardParams& p, int64_t dense_length, int64_t to
   return p.cu_seqlens_q ? total / tile + p.batch : p.batch * ceil_div(dense_length, tile);
 }
 
-/// Parts in which the query heads of a KV head are walked, so that few KV heads make more tasks.
-int parts(const plan::ForwardParams& p) {
-  constexpr int64_t kEnough = 8;
-  const int64_t group = p.heads / p.kv_heads;
-  int64_t most = 1;
-  for (int64_t n = 2; n <= group && n * p.kv_heads <= kEnough; ++n) {
-    if (group % n == 0) most = n;
-  }
-  return static_cast<int>(most);
+/// Sets the parts in which a key tile is walked at most: of dense sequences no more than they have.
+template <int D>
+void set_parts(Args& a) {
+  constexpr int kFewHeads = 4, kUnits = 16;
+  a.parts = a.kv_heads <= kFewHeads ? kUnits / a.kv_heads : 1;
+  if (a.queries.cu_seqlens) return;
+  const backward::Sequence sequence{0, 0, a.queries.length, 0, a.keys.length, 0, 0};
+  a.parts =
+      backward::parts_of<D>(a, sequence, {0, static_cast<int>(ceil_div(a.queries.length, backward::Tiles<D>::kRows))});
 }
 
 /// Units whose key tiles run at the same time: so many that their Q, dO and sums of dQ take half the L2 cache, or that
@@ -77,9 +77,9 @@ Args shapes(const plan::BackwardParams& params) {
   a.scale = p.softmax_scale;
   a.scale2 = static_cast<float>(p.softmax_scale * M_LOG2E);
   a.lse_unit = static_cast<float>(M_LOG2E);
-  a.parts = parts(p);
+  p.head_dim == 64 ? set_parts<64>(a) : set_parts<128>(a);
   a.units = (p.cu_seqlens_q ? 1 : a.batch) * a.kv_heads * a.parts;
-  a.section = static_cast<int>(std::min<int64_t>(std::max(1, a.units), section(p, a.group / a.parts)));
+  a.section = static_cast<int>(std::min<int64_t>(std::max(1, a.units), section(p, ceil_div(a.group, a.parts))));
   a.sections = std::max(1, a.units / a.section);
   a.tiles = all_tiles(p, p.seqlen_q, p.total_q, rows_of_tile(p.head_dim));
   a.norm_blocks = all_tiles(p, p.seqlen_k, p.total_k, backward::kNormBlock);
@@ -145,8 +145,9 @@ void run(const plan::BackwardParams& params, const Args& a, cudaStream_t stream)
            "backward: gradients", q_map, k_map, v_map, dout_map);
   }
   if (a.parts > 1) {
-    launch(backward::add_parts_kernel<G, D>, ceil_div(a.keys.total * a.kv_heads * (D / 4), backward::kFinishThreads),
-           backward::kFinishThreads, 0, "backward: parts of dK and dV");
+    const int64_t blocks = all_tiles(p, p.seqlen_k, p.total_k, backward::kKeysOfBlock);
+    launch(backward::add_parts_kernel<G, D>, blocks * a.kv_heads, backward::kFinishThreads, 0,
+           "backward: parts of dK and dV");
   }
   launch(backward::finish_rows_kernel<G, D>, a.tiles * a.heads, backward::kFinishThreads, 0, "backward: dQ");
   if (a.dsinks) launch(backward::sink_gradients_kernel<D>, a.heads, backward::kFinishThreads, 0, "backward: sinks");

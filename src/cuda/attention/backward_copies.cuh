@@ -26,7 +26,7 @@ __device__ inline void copy_tiles(const Args& a, Shared<D>& sh, int begin, int e
   };
   if (begin == 0) copy_keys(sh.k, k_map, &sh.k_full);
   TileWalk walk(a, task);
-  int head = first_head(a, task);
+  int head = task.first_head;
   for (int step = 0; step < end; ++step, head += walk.advance()) {
     if (step < begin) continue;
     const int stage = step % kStages, row = task.s.q_begin + walk.tile * S::kRows;
@@ -65,6 +65,7 @@ __device__ inline void send_pieces(const Args& a, Shared<D>& sh, int warpgroup) 
     __syncwarp();
 #else
     if (lane == 0) {
+      ptx::fence_async();  // the key warps told of plain stores, which the copy engine reads now
       ptx::bulk_add_i32(sums, ptx::shared_address(pieces), kSums * 4);
       ptx::commit_bulk();
       ptx::wait_bulk_read<0>();

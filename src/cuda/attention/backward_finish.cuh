@@ -41,29 +41,37 @@ __global__ void __launch_bounds__(kFinishThreads) finish_rows_kernel(const Args 
   }
 }
 
-/// dK and dV where the query heads were walked in parts: their sums, in order. 4 channels of a key a thread.
+constexpr int kKeysOfBlock = 16;  // divides Tiles::kKeys
+
+/// dK and dV where key tiles were walked in parts: their sums, in order. A block of keys of one KV head.
 template <typename G, int D>
 __global__ void __launch_bounds__(kFinishThreads) add_parts_kernel(const Args a) {
   ptx::wait_for_earlier_kernels();
-  const int64_t at = blockIdx.x * int64_t{kFinishThreads} + threadIdx.x;
-  const int64_t row = at / (D / 4) / a.kv_heads, keys = a.keys.cu_seqlens ? a.keys.begin(a.batch) : a.keys.total;
-  if (row >= keys) return;
-  const int head = static_cast<int>(at / (D / 4) % a.kv_heads), channel = static_cast<int>(at % (D / 4)) * 4;
-  const auto add = [&](const float* parts, const plan::RowsView& view) {
-    const float4* x = reinterpret_cast<const float4*>(parts + (head * a.keys.total + row) * D + channel);
-    float4 sum = *x;
-    for (int part = 1; part < a.parts; ++part) {
-      const float4 more = x[part * a.kv_heads * a.keys.total * (D / 4)];
-      sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
-    }
-    Sequence s{};
-    if (!a.keys.cu_seqlens) s.index = static_cast<int>(row / a.keys.length);
-    G* to = row_address<G>(view, s, 0, a.keys.cu_seqlens ? row : row % a.keys.length, head) + channel;
-    store_pair(to, sum.x, sum.y);
-    store_pair(to + 2, sum.z, sum.w);
-  };
-  add(a.dk_parts, a.dk);
-  add(a.dv_parts, a.dv);
+  const int64_t block = blockIdx.x / static_cast<unsigned>(a.kv_heads);
+  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.kv_heads));
+  const Sequence s = sequence<D>(a, sequence_of(a, a.keys, block, kKeysOfBlock));
+  const int first = static_cast<int>(block - first_tile(a.keys, s.index, kKeysOfBlock)) * kKeysOfBlock;
+  if (first >= s.k_len) return;  // between packed sequences
+  const int parts = parts_of<D>(a, s, tiles_seeing<D>(a, s, first / Tiles<D>::kKeys * Tiles<D>::kKeys));
+  if (parts == 1) return;
+  const int64_t first_key = a.keys.cu_seqlens ? s.k_begin : s.index * int64_t{a.keys.length};
+  for (int i = static_cast<int>(threadIdx.x); i < kKeysOfBlock * (D / 4); i += kFinishThreads) {
+    const int key = first + i / (D / 4), channel = i % (D / 4) * 4;
+    if (key >= s.k_len) return;
+    const auto add = [&](const float* sums, const plan::RowsView& view) {
+      const float4* x = reinterpret_cast<const float4*>(sums + (head * a.keys.total + first_key + key) * D + channel);
+      float4 sum = *x;
+      for (int part = 1; part < parts; ++part) {
+        const float4 more = x[part * a.kv_heads * a.keys.total * (D / 4)];
+        sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+      }
+      G* to = row_address<G>(view, s, s.k_begin, key, head) + channel;
+      store_pair(to, sum.x, sum.y);
+      store_pair(to + 2, sum.z, sum.w);
+    };
+    add(a.dk_parts, a.dk);
+    add(a.dv_parts, a.dv);
+  }
 }
 
 /// dsink = -sum over rows of exp(sink - lse) Delta, since the sink's value is zero: a head each thread block, in fp64,
@@ -80,7 +88,7 @@ __global__ void __launch_bounds__(kFinishThreads) sink_gradients_kernel(const Ar
     const Sequence s = sequence<D>(a, b);
     for (int row = threadIdx.x; row < s.q_len; row += kFinishThreads) {
       const float* numbers =
-          a.rows + (head * a.tiles + s.first_tile + row / kRows) * (kRowNumbers * kRows) + row % kRows;
+          a.rows + (head * a.tiles + s.first_tile + row / kRows) * (kRowNumbers * kRows) + place_of_row(row % kRows);
       // A unit of the logits in base 2 differs from one of scale2 by a rounding.
       sum -= static_cast<double>(exp2f(sink - numbers[kLse * kRows])) * numbers[kDelta * kRows];
     }

@@ -48,7 +48,7 @@ __device__ inline void store_keys(const Task& task, const plan::RowsView& view, 
 /// To the gradients, or to the part's own sums.
 template <typename G, int D>
 __device__ inline void store_keys(const Args& a, const Task& task, const float (&dk)[D / 2], const float (&dv)[D / 2]) {
-  if (a.parts == 1) {
+  if (task.parts == 1) {
     store_keys<G, D>(task, a.dk, dk, a.scale);
     store_keys<G, D>(task, a.dv, dv, 1.0f);
   } else {
@@ -106,18 +106,24 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
     }
     ptx::wgmma_commit();
   };
-  // Hands the piece over to be sent.
-  const auto hand_over = [&] {
-    ptx::fence_async();
-    __syncwarp();
-    if (lane == 0) ptx::arrive(ptx::shared_address(&sh.dq_full[warpgroup]));
+  // The thread's log-sum-exps and Deltas, four of each 16 rows; number n + kAhead is loaded when number n was used, as
+  // a load waits long behind the operands that products read.
+  constexpr int kAhead = D == 64 ? 6 : 4;
+  float4 lse[kGroups], delta[kGroups];
+  const auto load = [&](int n, int stage) {
+    if (n >= 2 * kGroups) return;
+    const RowNumber number = n < kGroups ? kLse : kDelta;
+    (number == kLse ? lse : delta)[n % kGroups] =
+        *reinterpret_cast<const float4*>(&sh.rows[stage][number][16 * (n % kGroups) + 4 * (lane % 4)]);
   };
-  // The thread's numbers of 16 rows.
-  const auto load = [&](float2(&x)[2], int stage, RowNumber number, int group) {
+  const auto load_first = [&](int stage) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      x[i] = *reinterpret_cast<const float2*>(&sh.rows[stage][number][16 * group + 8 * i + columns]);
-    }
+    for (int n = 0; n < kAhead; ++n) load(n, stage);
+  };
+  // Tells of what the warp has done.
+  const auto tell = [&](uint64_t& barrier) {
+    __syncwarp();
+    if (lane == 0) ptx::arrive(ptx::shared_address(&barrier));
   };
   const auto mask = [&](float(&x)[kRows / 2], int row) {
     const int key = task.key + 16 * warp + lane / 4;
@@ -127,14 +133,8 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
       if (!seen[i / 2 % 2].has(row + i / 4 * 8 + columns + i % 2)) x[i] = 0.0f;
     }
   };
-  // dS is made in portions of two groups; Delta is loaded two portions ahead.
-  constexpr int kPortion = 2, kPortions = kGroups / kPortion;
-  float2 delta[kGroups][2];
-  const auto load_delta = [&](int portion, int stage) {
-#pragma unroll
-    for (int i = kPortion * portion; i < kPortion * (portion + 1); ++i) load(delta[i], stage, kDelta, i);
-  };
-  // The warpgroups take turns at exp2. Left alone they would compute at the same time, and multiply at the same time.
+  // The warpgroups take turns from the issue of dP to the end of exp2. Left alone they would compute at the same time,
+  // and multiply at the same time.
   const auto take_turn = [&] { warpgroup == 0 ? ptx::sync_named(2, kKeyThreads) : ptx::sync_named(3, kKeyThreads); };
   const auto give_turn = [&] {
     warpgroup == 0 ? ptx::arrive_named(3, kKeyThreads) : ptx::arrive_named(2, kKeyThreads);
@@ -142,6 +142,7 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
   // From a tile's scores, on their way, and its dO: weights in s and dP in dp. Leaves no product unfinished. `later`
   // runs behind exp2.
   const auto weigh = [&](int row, bool masked, int stage, const auto& later) {
+    // By both warpgroups together, so by neither within its turn.
     if (masked && (dirty || (a.queries.cu_seqlens && row + kRows > task.s.q_len))) {
       clean_tile<T, S::kRowTile>(sh.q[stage], kRows, task.s.q_len - row);
       clean_tile<T, S::kRowTile>(sh.dout[stage], kRows, task.s.q_len - row);
@@ -149,27 +150,26 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
       ptx::sync_named(1, kKeyThreads);
     }
     const float scale2 = task.scale2;
-    float2 lse[kGroups][2];
-    load(lse[0], stage, kLse, 0);
-    load(lse[1], stage, kLse, 1);
+    take_turn();
     multiply_rows(dp, sh.v, sh.dout[stage]);
     ptx::wgmma_wait<1>();
     ptx::keep_registers(s);
-    take_turn();
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group + 2 < kGroups) load(lse[group + 2], stage, kLse, group + 2);
+      const float4& l = lse[group];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& x = s[8 * group + i];
-        x = ptx::exp2_fast(fmaf(x, scale2, -(i % 2 ? lse[group][i / 4].y : lse[group][i / 4].x)));
+      for (int i = 0; i < 8; i += 4) {
+        float* x = s + 8 * group + i;
+        x[0] = ptx::exp2_fast(fmaf(x[0], scale2, i == 0 ? -l.x : -l.z));
+        x[1] = ptx::exp2_fast(fmaf(x[1], scale2, i == 0 ? -l.y : -l.w));
+        x[2] = ptx::exp2_fast(fmaf(x[2], scale2, i == 0 ? -l.x : -l.z));
+        x[3] = ptx::exp2_fast(fmaf(x[3], scale2, i == 0 ? -l.y : -l.w));
       }
       __syncwarp();  // later loads stay behind it: all of them at once would not fit the registers
+      load(group + kAhead, stage);
     }
     give_turn();
     later();
-    load_delta(0, stage);
-    load_delta(1, stage);
     if (masked) mask(s, row);  // a branch also keeps the compiler from putting exp2 behind the wait
     ptx::wgmma_wait<0>();
     ptx::keep_registers(dp);
@@ -193,21 +193,26 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
   uint32_t buffer_parity = 0, last_parity = 1;
   ptx::wait_barrier(ptx::shared_address(&sh.dout_full[0]), 0);
   int row_tile = sh.tiles[0].row_tile;
+  load_first(0);
   weigh(sh.tiles[0].row, sh.tiles[0].masked, 0, [] {});
   for (int step = 0; step < steps; ++step) {
     const int stage = step % kStages;
-    // The other warpgroup has dS of the tile before. So it is through with dQ of three tiles before, whose buffer is
-    // taken now. (The first tile finds the phase before the first over.)
-    ptx::wait_barrier(ptx::shared_address(&sh.ds_full[last_buffer]), last_parity);
+    // The last tile comes once more after itself, for scores and weights that nobody looks at: a loop without a way out
+    // in the middle is what the compiler keeps products in flight through.
+    const int next_step = min(step + 1, steps - 1), next_stage = next_step % kStages;
+    const uint32_t next_parity = next_step / kStages % 2;
     uint32_t p_rows[kGroups][4], ds_rows[kGroups][4];
+    // The buffer had dS of three tiles before. The other warpgroup multiplied that before its turn at the tile before,
+    // which was before this one's turn.
     const uint32_t ds_tile = ptx::shared_address(sh.ds[buffer]);
     // Where a lane's row of 8 elements goes. Of 16 query rows, matrix m has rows 8 (m / 2).. and keys 8 (m % 2)..; the
     // swizzle adds the key to the number of 16 bytes, bit by bit.
     const uint32_t ds_matrices = ds_tile + (16 * warp + lane % 16) * ptx::kSwizzleRow + (lane / 16 ^ lane % 8) * 16;
     const uint64_t dout_columns = ptx::operand<Major::mn>(ptx::shared_address(sh.dout[stage]), S::kRowBlock);
+    constexpr int kPortion = 2;  // groups whose dS is made while their dV is multiplied
 #pragma unroll
-    for (int portion = 0; portion < kPortions; ++portion) {
-      const int begin = kPortion * portion, end = begin + kPortion;
+    for (int begin = 0; begin < kGroups; begin += kPortion) {
+      const int end = begin + kPortion;
 #pragma unroll
       for (int i = begin; i < end; ++i) {
 #pragma unroll
@@ -221,16 +226,22 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
       ptx::wgmma_commit();
 #pragma unroll
       for (int i = begin; i < end; ++i) {
+        const float4& d = delta[i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at = 8 * i + 2 * e;
           ds_rows[i][e] =
-              ptx::pair<T>(s[at] * (dp[at] - delta[i][e / 2].x), s[at + 1] * (dp[at + 1] - delta[i][e / 2].y));
+              ptx::pair<T>(s[at] * (dp[at] - (e < 2 ? d.x : d.z)), s[at + 1] * (dp[at + 1] - (e < 2 ? d.y : d.w)));
         }
         ptx::store_matrices((ds_matrices + i / 4 * S::kKeyBlock) ^ (i % 4 * 32), ds_rows[i]);
+        load(i + kGroups + kAhead, stage);
       }
-      if (portion + 2 < kPortions) load_delta(portion + 2, stage);
     }
+    // Barriers are asked before the answers are needed, as that takes a while.
+    const uint32_t q_full = ptx::shared_address(&sh.q_full[next_stage]);
+    const uint32_t ds_full = ptx::shared_address(&sh.ds_full[last_buffer]);
+    const bool q_there = ptx::phase_is_over(q_full, next_parity);
+    const bool ds_there = ptx::phase_is_over(ds_full, last_parity);  // before the first tile the phase before counts
     const uint64_t q_columns = ptx::operand<Major::mn>(ptx::shared_address(sh.q[stage]), S::kRowBlock);
     ptx::wgmma_arrive();
 #pragma unroll
@@ -239,31 +250,23 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
     }
     ptx::wgmma_commit();
     ptx::fence_async();
-    __syncwarp();
-    if (lane == 0) ptx::arrive(ptx::shared_address(&sh.ds_full[buffer]));
+    tell(sh.ds_full[buffer]);
 
-    // After the last tile, products and weights of no tile follow, which nobody looks at: a loop without a way out in
-    // the middle is what the compiler keeps products in flight through.
-    const bool last = step + 1 == steps;
-    const int next_stage = (step + 1) % kStages;
-    const uint32_t next_parity = (step + 1) / kStages % 2, q_full = ptx::shared_address(&sh.q_full[next_stage]);
-    if (!last) ptx::wait_barrier(q_full, next_parity);
-    const Tile next = last ? Tile{} : sh.tiles[next_stage];
-    ptx::wgmma_wait<1>();  // P's registers are free: dV is done
-
+    if (!ds_there) ptx::wait_barrier(ds_full, last_parity);
     float dq[32];  // of the tile before; before the first, of what nobody looks at
     multiply_ds(dq, last_buffer);
-    ptx::wgmma_wait<1>();  // dK is done
+    if (!q_there) ptx::wait_barrier(q_full, next_parity);
+    ptx::wgmma_wait<1>();  // dV and dK are done
     multiply_rows(s, sh.k, sh.q[next_stage]);
-    __syncwarp();
-    if (lane == 0) ptx::arrive(ptx::shared_address(&sh.empty[stage]));
-    // Asked before the answers are needed, as that takes a while.
+    load_first(next_stage);
+    tell(sh.empty[stage]);
     const uint32_t dq_empty = ptx::shared_address(&sh.dq_empty[warpgroup]);
     const uint32_t dout_full = ptx::shared_address(&sh.dout_full[next_stage]);
     const bool dq_free = ptx::phase_is_over(dq_empty, step % 2);
-    const bool dout_there = last || ptx::phase_is_over(dout_full, next_parity);
+    const bool dout_there = ptx::phase_is_over(dout_full, next_parity);
     ptx::wgmma_wait<1>();
     ptx::keep_registers(dq);
+    const Tile next = sh.tiles[next_stage];
     if (step > 0) {
       if (!dq_free) ptx::wait_barrier(dq_empty, step % 2);
       round_piece(dq, scale, sh.dq[warp]);
@@ -275,9 +278,8 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
       buffer_parity ^= 1;
     }
     if (!dout_there) ptx::wait_barrier(dout_full, next_parity);
-    // The piece is handed over when its stores are long done: the fence waits for them, and for loads.
     weigh(next.row, next.masked, next_stage, [&] {
-      if (step > 0) hand_over();
+      if (step > 0) tell(sh.dq_full[warpgroup]);
       const float* scales =
           a.rows + (int64_t{row_tile} * kRowNumbers + kScale) * kRows + 16 * (D == 64 ? warp : warp % 4) + lane / 4;
       scale = {scales[0], scales[8]};
@@ -291,7 +293,7 @@ __device__ inline void sum_keys(const Args& a, Shared<D>& sh) {
   ptx::keep_registers(dq);
   ptx::wait_barrier(ptx::shared_address(&sh.dq_empty[warpgroup]), steps % 2);
   round_piece(dq, scale, sh.dq[warp]);
-  hand_over();
+  tell(sh.dq_full[warpgroup]);
   ptx::keep_registers(dk);
   ptx::keep_registers(dv);
   store_keys<G, D>(a, task, dk, dv);

@@ -29,6 +29,10 @@ constexpr int kPieces = 8, kPieceSums = 16 * 64, kTileSums = kPieces * kPieceSum
 /// Weights need those before kScale.
 enum RowNumber { kLse, kDelta, kScale, kRowNumbers, kWeightNumbers = kScale };
 
+/// Where the log-sum-exp and Delta of a tile's row lie: of each 16 rows, the four that wgmma leaves to a thread side by
+/// side.
+__device__ inline int place_of_row(int r) { return r / 16 * 16 + r % 8 / 2 * 4 + r / 8 % 2 * 2 + r % 2; }
+
 /// Keys whose largest norms are also kept together.
 constexpr int kNormBlock = 64;
 
@@ -63,8 +67,9 @@ struct Args {
   float scale2;                   // softmax_scale * log2(e), rounded
   float lse_unit;                 // turns a natural log-sum-exp into units of scale2
 
-  // The query heads of a KV head are walked in so many parts, each with sums of dK and dV of its own where there is
-  // more than one: for heads so few that their key tiles do not fill the device. A function of head counts alone.
+  // What a key tile is multiplied with is walked in at most so many parts, each with sums of dK and dV of its own where
+  // there is more than one: for heads so few that their key tiles do not fill the device, or are a few long ones. A
+  // function of head counts alone.
   int parts;
   int units;              // of work over a key tile: KV heads and parts, dense: of all sequences
   int section, sections;  // dense: units whose tiles run at the same time; the last section has what is left, too
@@ -79,7 +84,7 @@ struct Args {
   Norms* block_norms;  // (HK, norm_blocks)
   float* rows;         // (H, tiles, kRowNumbers, kRows)
   int32_t* sums;       // (H, tiles, kTileSums)
-  float* dk_parts;     // (parts, HK, Tk, D), or null: one part
+  float* dk_parts;     // (parts, HK, Tk, D), of key tiles with more than one part; or null
   float* dv_parts;     // as dk_parts
 };
 
@@ -132,6 +137,37 @@ struct KeyRange {
 __device__ inline KeyRange visible_keys(const Args& a, const Sequence& s, int row) {
   const int diagonal = row + s.k_len - s.q_len;
   return {max(diagonal - a.window_left, 0), min(diagonal + a.window_right + 1, s.k_len)};
+}
+
+/// Tiles [begin, end) of query rows.
+struct TileRange {
+  int begin, end;
+};
+
+/// Those that see one of the keys of the tile that begins with `key`: of the rows i with
+/// i - shift - left <= key <= i - shift + right.
+template <int D>
+__host__ __device__ inline TileRange tiles_seeing(const Args& a, const Sequence& s, int key) {
+  constexpr int kRows = Tiles<D>::kRows;
+  const int shift = s.q_len - s.k_len, end = min(key + Tiles<D>::kKeys, s.k_len);
+  const int first = max(key + shift - a.window_right, 0), last = min(end + shift + a.window_left, s.q_len);
+  return {first / kRows, first < last ? (last + kRows - 1) / kRows : first / kRows};
+}
+
+/// Parts in which a key tile is walked that these rows of a KV head's query heads see: so many that the sequence makes
+/// about kTasks tasks of one length, of kFewest tiles at least. Beside a.parts a function of the sequence's own
+/// lengths, so that its bits do not depend on its neighbours.
+template <int D>
+__host__ __device__ inline int parts_of(const Args& a, const Sequence& s, TileRange rows) {
+  constexpr int kKeys = Tiles<D>::kKeys;
+  constexpr int64_t kTasks = 115, kFewest = 8;  // 132 multiprocessors, less what rounding parts up adds
+  if (a.parts == 1) return 1;
+  const int key_tiles = (s.k_len + kKeys - 1) / kKeys;
+  const TileRange first = tiles_seeing<D>(a, s, 0), last = tiles_seeing<D>(a, s, (key_tiles - 1) * kKeys);
+  // Between the first and the last key tile the rows become more or fewer evenly.
+  const int64_t twice = int64_t{first.end - first.begin + last.end - last.begin} * key_tiles * a.heads;
+  const int64_t most = max(twice / (2 * kTasks) + 1, kFewest), tiles = int64_t{rows.end - rows.begin} * a.group;
+  return static_cast<int>(min(max((tiles + most - 1) / most, int64_t{1}), int64_t{a.parts}));
 }
 
 template <typename T>

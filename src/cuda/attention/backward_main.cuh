@@ -3,9 +3,9 @@
 #include "cuda/attention/backward_keys.cuh"
 #include "cuda/ptx/launch_order.cuh"
 
-// The main loop of the backward. A CTA owns a tile of 128 keys of one KV head: it walks the group's query heads (or a
-// part of them) and the tiles of query rows that see its keys, in order, so dK and dV are sums of its own; its shares
-// of dQ are rounded onto the rows' grids and added as integers.
+// The main loop of the backward. A CTA owns a tile of 128 keys of one KV head: it walks the tiles of query rows that
+// see its keys, of one of the group's query heads after the other (or a part of those tiles), in order, so dK and dV
+// are sums of its own; its shares of dQ are rounded onto the rows' grids and added as integers.
 //
 // Two warpgroups have 64 keys each (backward_keys.cuh). Of a third one, a thread copies tiles and two warps send dQ
 // (backward_copies.cuh).
@@ -19,7 +19,6 @@ __global__ void __launch_bounds__(kMainThreads, 1)
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& sh = *reinterpret_cast<Shared<D>*>(memory);
   ptx::let_next_kernel_start();
-  ptx::wait_for_earlier_kernels();
   const bool copies = threadIdx.x == kKeyThreads;
   if (copies) {  // everything that leads to the first copies, by the thread that starts them
     const auto barrier = [](uint64_t& at, uint32_t arrivals) { ptx::init_barrier(ptx::shared_address(&at), arrivals); };
@@ -36,9 +35,11 @@ __global__ void __launch_bounds__(kMainThreads, 1)
       barrier(sh.dq_empty[i], 1);
     }
     ptx::fence_barrier_init();
-    Task& task = sh.task;
-    task = find_task<D>(a, blockIdx.x);
-    if (task.steps > 0) copy_tiles<D>(a, sh, 0, min(kStages, task.steps), q_map, k_map, v_map, dout_map);
+    sh.task = find_task<D>(a, blockIdx.x);
+  }
+  ptx::wait_for_earlier_kernels();
+  if (copies && sh.task.steps > 0) {
+    copy_tiles<D>(a, sh, 0, min(kStages, sh.task.steps), q_map, k_map, v_map, dout_map);
   }
   __syncthreads();
   if (sh.task.steps < 0) return;

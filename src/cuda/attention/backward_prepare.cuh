@@ -34,36 +34,77 @@ __device__ inline uint4 load_channels(const T* row, int channel, bool kept) {
   return kept ? *reinterpret_cast<const uint4*>(row + channel) : uint4{};
 }
 
-template <int L>
-__device__ inline float sum_over(float x) {
+/// The sums over L lanes of N numbers each (powers of two, N <= L): lane i gets that of number i % L / (L / N). Lanes
+/// exchange halves of what they have, so that N sums take about as many steps as one.
+template <int L, int N>
+__device__ inline float sum_over(float (&x)[N]) {
 #pragma unroll
-  for (int i = L / 2; i > 0; i /= 2) x += __shfl_xor_sync(0xffffffff, x, i);
-  return x;
+  for (int half = L / 2, n = N / 2; half > 0; half /= 2, n /= 2) {
+    const bool upper = threadIdx.x & half;
+    if (n == 0) x[0] += __shfl_xor_sync(0xffffffff, x[0], half);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float kept = upper ? x[i + n] : x[i], sent = upper ? x[i] : x[i + n];
+      x[i] = kept + __shfl_xor_sync(0xffffffff, sent, half);
+    }
+  }
+  return x[0];
 }
 
-/// The norm of a row over L threads; infinity or NaN if an element is not finite. Elements are scaled by a power of two
-/// first, so that no square leaves fp32's range. Relative error below 2^-15 (numerics::kWiden counts on it).
-template <int L>
-__device__ inline float row_norm(const float (&x)[8]) {
+__device__ inline float sum_of_squares(const float (&x)[8], float scale) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum = fmaf(x[i] * scale, x[i] * scale, sum);
+  return sum;
+}
+
+/// The norm of a row from the sum of its squares; infinity or NaN if an element is not finite. Where squares may have
+/// left fp32's range the row is read again, and scaled by a power of two first. Relative error below 2^-15
+/// (numerics::kWiden counts on it).
+template <typename T, int D>
+__device__ inline float row_norm(float squares, const T* row) {
+  if (squares > 0x1p-100f && squares < 0x1p100f) return sqrtf(squares);
+  float x[8];
   uint32_t largest = 0;
+#pragma unroll 1
+  for (int channel = 0; channel < D; channel += 8) {
+    unpack<T>(load_channels(row, channel, true), x);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffff);
-#pragma unroll
-  for (int i = L / 2; i > 0; i /= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, i));
+    for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7fffffff);
+  }
+  if (largest >= 0x7f800000) return __uint_as_float(largest);
   const int exponent = min(max(static_cast<int>(largest >> 23) - 127, -125), 125);
   const float down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
   float sum = 0.0f;
+#pragma unroll 1
+  for (int channel = 0; channel < D; channel += 8) {
+    unpack<T>(load_channels(row, channel, true), x);
+    sum += sum_of_squares(x, down);
+  }
+  return sqrtf(sum) * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+/// The larger of two pairs of norms, each by its bits: those of non-negative floats have their order, NaN comes last.
+__device__ inline Norms larger(const Norms& a, const Norms& b) {
+  return {__int_as_float(max(__float_as_int(a.k), __float_as_int(b.k))),
+          __int_as_float(max(__float_as_int(a.v), __float_as_int(b.v)))};
+}
+
+/// The largest norms of L lanes together.
+template <int L>
+__device__ inline Norms largest_of_lanes(Norms norms) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum = fmaf(x[i] * down, x[i] * down, sum);
-  const float norm = sqrtf(sum_over<L>(sum)) * __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-  return largest < 0x7f800000 ? norm : __uint_as_float(largest);  // no way out before: other rows share the warp
+  for (int i = L / 2; i > 0; i /= 2) {
+    norms = larger(norms, {__shfl_xor_sync(0xffffffff, norms.k, i), __shfl_xor_sync(0xffffffff, norms.v, i)});
+  }
+  return norms;
 }
 
 /// Norms of the rows of K and V: of one block of keys and one KV head.
 template <typename T, int D>
 __global__ void __launch_bounds__(kPrepareThreads) key_norms_kernel(const Args a) {
-  constexpr int kLanes = kRowThreads<D>, kAtOnce = kPrepareThreads / kLanes;
-  __shared__ int k_largest, v_largest;  // bits of non-negative floats have their order; infinity and NaN come last
+  constexpr int kLanes = kRowThreads<D>, kAtOnce = kPrepareThreads / kLanes, kTurns = kNormBlock / kAtOnce;
+  __shared__ float squares[2 * kTurns][kAtOnce];
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.kv_heads));
@@ -71,40 +112,42 @@ __global__ void __launch_bounds__(kPrepareThreads) key_norms_kernel(const Args a
   const Sequence s = sequence<D>(a, sequence_of(a, a.keys, block, kNormBlock));
   const int64_t first = (block - s.first_block) * kNormBlock;
   if (first >= s.k_len) return;  // between packed sequences
-  if (threadIdx.x == 0) k_largest = v_largest = 0;
-  __syncthreads();
-  const int lane = threadIdx.x % kLanes, channel = 8 * lane;
-  constexpr int kTurns = kNormBlock / kAtOnce;
-  uint4 k_words[kTurns], v_words[kTurns];
+  const int lane = threadIdx.x % kLanes, row = threadIdx.x / kLanes, channel = 8 * lane;
+  uint4 words[2 * kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int64_t key = first + i * kAtOnce + threadIdx.x / kLanes;
+    const int64_t key = first + i * kAtOnce + row;
     const bool kept = channel < D && key < s.k_len;
-    k_words[i] = load_channels(row_address<const T>(a.k, s, s.k_begin, key, head), channel, kept);
-    v_words[i] = load_channels(row_address<const T>(a.v, s, s.k_begin, key, head), channel, kept);
+    words[2 * i] = load_channels(row_address<const T>(a.k, s, s.k_begin, key, head), channel, kept);
+    words[2 * i + 1] = load_channels(row_address<const T>(a.v, s, s.k_begin, key, head), channel, kept);
   }
+  float sums[2 * kTurns];
 #pragma unroll
-  for (int i = 0; i < kTurns; ++i) {
-    const int j = i * kAtOnce + threadIdx.x / kLanes;
-    float k[8], v[8];
-    unpack<T>(k_words[i], k);
-    unpack<T>(v_words[i], v);
-    const Norms norms = {row_norm<kLanes>(k), row_norm<kLanes>(v)};
-    if (lane != 0) continue;
-    a.key_norms[(head * a.norm_blocks + block) * kNormBlock + j] = norms;
-    atomicMax(&k_largest, __float_as_int(norms.k));
-    atomicMax(&v_largest, __float_as_int(norms.v));
+  for (int i = 0; i < 2 * kTurns; ++i) {
+    float x[8];
+    unpack<T>(words[i], x);
+    sums[i] = sum_of_squares(x, 1.0f);
   }
+  constexpr int kShare = kLanes / (2 * kTurns);  // lanes that get the same sum
+  const float sum = sum_over<kLanes>(sums);
+  if (lane % kShare == 0) squares[lane / kShare][row] = sum;
   __syncthreads();
+  if (threadIdx.x >= 32) return;
+  Norms norms{};
+  for (int j = static_cast<int>(threadIdx.x); j < kNormBlock; j += 32) {
+    Norms mine{};
+    if (const int64_t key = first + j; key < s.k_len) {
+      const float* both = &squares[j / kAtOnce * 2][j % kAtOnce];
+      mine = {row_norm<T, D>(both[0], row_address<const T>(a.k, s, s.k_begin, key, head)),
+              row_norm<T, D>(both[kAtOnce], row_address<const T>(a.v, s, s.k_begin, key, head))};
+    }
+    a.key_norms[(head * a.norm_blocks + block) * kNormBlock + j] = mine;
+    norms = larger(norms, mine);
+  }
+  norms = largest_of_lanes<32>(norms);
   if (threadIdx.x != 0) return;
-  a.block_norms[head * a.norm_blocks + block] = {__int_as_float(k_largest), __int_as_float(v_largest)};
-  if (max(k_largest, v_largest) >= 0x7f800000) a.dirty[int64_t{s.index} * a.kv_heads + head] = 1;
-}
-
-/// The larger of two pairs of norms, each by its bits: those of non-negative floats have their order, NaN comes last.
-__device__ inline Norms larger(const Norms& a, const Norms& b) {
-  return {__int_as_float(max(__float_as_int(a.k), __float_as_int(b.k))),
-          __int_as_float(max(__float_as_int(a.v), __float_as_int(b.v)))};
+  a.block_norms[head * a.norm_blocks + block] = norms;
+  if (!isfinite(norms.k) || !isfinite(norms.v)) a.dirty[int64_t{s.index} * a.kv_heads + head] = 1;
 }
 
 /// A thread's share of the largest norms among the keys [first, last) of a sequence: number `thread` of `threads`.
@@ -118,16 +161,6 @@ __device__ inline Norms share_of_largest(const Norms* keys, const Norms* blocks,
   for (int j = range.first + thread; j < head_end; j += threads) norms = larger(norms, keys[j]);
   for (int j = first_block + thread; j < last_block; j += threads) norms = larger(norms, blocks[j]);
   for (int j = tail + thread; j < range.last; j += threads) norms = larger(norms, keys[j]);
-  return norms;
-}
-
-/// The same of L lanes together.
-template <int L>
-__device__ inline Norms largest_of_lanes(Norms norms) {
-#pragma unroll
-  for (int i = L / 2; i > 0; i /= 2) {
-    norms = larger(norms, {__shfl_xor_sync(0xffffffff, norms.k, i), __shfl_xor_sync(0xffffffff, norms.v, i)});
-  }
   return norms;
 }
 
@@ -149,13 +182,10 @@ struct TileNorms {
     if (warp == 0) run(below, common.first - first.first, [&](int n) { return keys[common.first - 1 - n]; });
     if (warp == 1) run(above, last.last - common.last, [&](int n) { return keys[common.last + n]; });
   }
-  /// Of a row, by L lanes.
-  template <int L>
+  /// Of a row.
   __device__ Norms of(const Norms* keys, const Norms* blocks, KeyRange first, KeyRange last, KeyRange row) const {
     const KeyRange common = {last.first, first.last};
-    if (common.first >= common.last) {
-      return largest_of_lanes<L>(share_of_largest(keys, blocks, row, threadIdx.x % L, L));
-    }
+    if (common.first >= common.last) return share_of_largest(keys, blocks, row, 0, 1);
     Norms norms = larger(below[common.first - row.first], above[row.last - common.last]);
     for (const Norms& n : all) norms = larger(norms, n);
     return norms;
@@ -202,20 +232,20 @@ __device__ inline float grid_scale(float dout_norm, const Norms& largest, float 
 template <typename T, int D>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const Args a) {
   constexpr int kRows = Tiles<D>::kRows, kLanes = kRowThreads<D>, kAtOnce = kPrepareThreads / kLanes;
-  ptx::wait_for_earlier_kernels();
+  constexpr int kTurns = kRows / kAtOnce;
+  // Of the rows of each turn: Delta, and the sum of dO's squares.
+  __shared__ float dots[2 * kTurns][kAtOnce];
+  __shared__ TileNorms<kRows> tile_norms;
   ptx::let_next_kernel_start();
   const int64_t tile = blockIdx.x / static_cast<unsigned>(a.heads);
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.heads));
   const Sequence s = sequence<D>(a, sequence_of(a, a.queries, tile, kRows));
   const int64_t first = (tile - s.first_tile) * kRows;
-  if (first >= s.q_len) return;  // between packed sequences
+  if (first >= s.q_len) return ptx::wait_for_earlier_kernels();  // between packed sequences
 
-  int4* sums = reinterpret_cast<int4*>(a.sums + (head * a.tiles + tile) * kTileSums);
-#pragma unroll
-  for (int i = 0; i < kTileSums / 4 / kPrepareThreads; ++i) sums[i * kPrepareThreads + threadIdx.x] = int4{};
-
+  // Up to the wait, nothing depends on the norms of keys. The kernels before theirs are over: it waited for them before
+  // it let this one start.
   const int lane = threadIdx.x % kLanes, channel = 8 * lane;
-  constexpr int kTurns = kRows / kAtOnce;
   uint4 dout_words[kTurns], out_words[kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
@@ -224,51 +254,59 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_rows_kernel(const Arg
     dout_words[i] = load_channels(row_address<const T>(a.dout, s, s.q_begin, row, head), channel, kept);
     out_words[i] = load_channels(row_address<const T>(a.out, s, s.q_begin, row, head), channel, kept);
   }
-  __shared__ TileNorms<kRows> tile_norms;
-  const int64_t block = head / a.group * a.norm_blocks + s.first_block;
-  const Norms *const keys = a.key_norms + block * kNormBlock, *const blocks = a.block_norms + block;
-  const KeyRange first_range = visible_keys(a, s, static_cast<int>(first));
-  const KeyRange last_range = visible_keys(a, s, static_cast<int>(min(first + kRows, int64_t{s.q_len}) - 1));
-  tile_norms.find(keys, blocks, first_range, last_range);
-  __syncthreads();
+  int4* sums = reinterpret_cast<int4*>(a.sums + (head * a.tiles + tile) * kTileSums);
+#pragma unroll
+  for (int i = 0; i < kTileSums / 4 / kPrepareThreads; ++i) sums[i * kPrepareThreads + threadIdx.x] = int4{};
 
-  float* out_rows = a.rows + (head * a.tiles + tile) * (kRowNumbers * kRows);
+  float numbers[2 * kTurns];
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const int r = i * kAtOnce + threadIdx.x / kLanes;
-    const int64_t row = first + r;
-    const bool exists = row < s.q_len;
     float dout[8], out[8];
     unpack<T>(dout_words[i], dout);
     unpack<T>(out_words[i], out);
     float delta = 0.0f;
 #pragma unroll
     for (int c = 0; c < 8; ++c) delta = fmaf(dout[c], out[c], delta);
-    delta = sum_over<kLanes>(delta);
-    const float dout_norm = row_norm<kLanes>(dout);
-    const KeyRange range = visible_keys(a, s, static_cast<int>(row));
-    const bool empty = !exists || range.first >= range.last;
-    const Norms norms =
-        tile_norms.template of<kLanes>(keys, blocks, first_range, last_range, empty ? first_range : range);
-    if (lane != 0) continue;
-
-    float lse = INFINITY, scale = 1.0f;
-    if (empty) {
-      delta = 0.0f;
-    } else {
-      lse = *row_address<const float>(a.lse, s, s.q_begin, row, head) * a.lse_unit;
-      if (fabsf(lse) <= kMostLse && isfinite(delta) && isfinite(dout_norm) && isfinite(norms.k) && isfinite(norms.v)) {
-        scale = grid_scale(dout_norm, norms, delta);
-      } else {
-        lse = scale = __uint_as_float(0x7fc00000);
-        delta = 0.0f;
-      }
-    }
-    if (exists && (empty || isnan(lse))) a.dirty[int64_t{s.index} * a.kv_heads + head / a.group] = 1;
-    out_rows[kLse * kRows + r] = lse;
-    out_rows[kDelta * kRows + r] = delta;
-    out_rows[kScale * kRows + r] = scale;
+    numbers[2 * i] = delta;
+    numbers[2 * i + 1] = sum_of_squares(dout, 1.0f);
   }
+  constexpr int kShare = kLanes / (2 * kTurns);  // lanes that get the same sum
+  const float number = sum_over<kLanes>(numbers);
+  if (lane % kShare == 0) dots[lane / kShare][threadIdx.x / kLanes] = number;
+
+  ptx::wait_for_earlier_kernels();
+  const int64_t block = head / a.group * a.norm_blocks + s.first_block;
+  const Norms *const keys = a.key_norms + block * kNormBlock, *const blocks = a.block_norms + block;
+  const KeyRange first_range = visible_keys(a, s, static_cast<int>(first));
+  const KeyRange last_range = visible_keys(a, s, static_cast<int>(min(first + kRows, int64_t{s.q_len}) - 1));
+  tile_norms.find(keys, blocks, first_range, last_range);
+  __syncthreads();
+  const int r = static_cast<int>(threadIdx.x);
+  if (r >= kRows) return;
+
+  const int64_t row = first + r;
+  const bool exists = row < s.q_len;
+  const KeyRange range = visible_keys(a, s, static_cast<int>(row));
+  const bool empty = !exists || range.first >= range.last;
+  float lse = INFINITY, delta = 0.0f, scale = 1.0f;
+  if (!empty) {
+    const float* both = &dots[r / kAtOnce * 2][r % kAtOnce];
+    const float dout_norm = row_norm<T, D>(both[kAtOnce], row_address<const T>(a.dout, s, s.q_begin, row, head));
+    const Norms norms = tile_norms.of(keys, blocks, first_range, last_range, range);
+    delta = both[0];
+    lse = *row_address<const float>(a.lse, s, s.q_begin, row, head) * a.lse_unit;
+    if (fabsf(lse) <= kMostLse && isfinite(delta) && isfinite(dout_norm) && isfinite(norms.k) && isfinite(norms.v)) {
+      scale = grid_scale(dout_norm, norms, delta);
+    } else {
+      lse = scale = __uint_as_float(0x7fc00000);
+      delta = 0.0f;
+    }
+  }
+  if (exists && (empty || isnan(lse))) a.dirty[int64_t{s.index} * a.kv_heads + head / a.group] = 1;
+  float* out_rows = a.rows + (head * a.tiles + tile) * (kRowNumbers * kRows);
+  out_rows[kLse * kRows + place_of_row(r)] = lse;
+  out_rows[kDelta * kRows + place_of_row(r)] = delta;
+  out_rows[kScale * kRows + r] = scale;
 }
 
 }  // namespace fold::cuda::backward

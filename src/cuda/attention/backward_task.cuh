@@ -12,12 +12,14 @@ constexpr int kStages = 2, kDsBuffers = 3;
 /// What a CTA has to do. In shared memory, as registers are scarce.
 struct Task {
   Sequence s;
-  int head, part;        // of K and V; of its query heads
-  int key;               // first of its tile
-  int tile, tile_end;    // of query rows that see a key
-  int plain, plain_end;  // of those, where every row sees every key
-  int steps;             // tiles of all query heads; -1: no task
-  float scale2;          // Args::scale2: a register, not a load from constant memory for each element
+  int head;                    // of K and V
+  int part, parts;             // of what is multiplied with the key tile
+  int key;                     // first of its tile
+  TileRange rows;              // that see a key
+  int plain, plain_end;        // of those, where every row sees every key
+  int first_head, first_tile;  // of query rows, where the part begins
+  int steps;                   // tiles of all query heads; -1: no task
+  float scale2;                // Args::scale2: a register, not a load from constant memory for each element
 };
 
 /// A tile of query rows: its first row, and its number among the tiles of all heads.
@@ -73,30 +75,30 @@ __device__ Task find_task(const Args& a, unsigned number) {
     tile = static_cast<int>(at - first_tile(a.keys, task.s.index, kKeys));
   }
   task.head = unit / a.parts;
-  task.part = unit % a.parts;
   task.key = tile * kKeys;
   task.scale2 = a.scale2;
   if (task.key >= task.s.k_len) {  // behind the last packed sequence
     task.steps = -1;
     return task;
   }
-  // Rows i with i - shift - left <= key <= i - shift + right.
+  task.rows = tiles_seeing<D>(a, task.s, task.key);
+  task.part = unit % a.parts;
+  task.parts = parts_of<D>(a, task.s, task.rows);
+  if (task.part >= task.parts) {
+    task.steps = -1;
+    return task;
+  }
+  const int tiles = task.rows.end - task.rows.begin, steps = tiles * a.group;
+  const int first = static_cast<int>(int64_t{steps} * task.part / task.parts);
+  task.steps = static_cast<int>(int64_t{steps} * (task.part + 1) / task.parts) - first;
+  task.first_head = task.head * a.group + first / max(tiles, 1);
+  task.first_tile = task.rows.begin + first % max(tiles, 1);
   const int end = task.key + kKeys, shift = task.s.q_len - task.s.k_len;
-  const int first = max(task.key + shift - a.window_right, 0);
-  const int last = min(min(end, task.s.k_len) + shift + a.window_left, task.s.q_len);
-  task.tile = first / kRows;
-  task.tile_end = first < last ? (last + kRows - 1) / kRows : task.tile;
-  task.steps = (task.tile_end - task.tile) * (a.group / a.parts);
   if (end <= task.s.k_len) {
     task.plain = (max(end - 1 + shift - a.window_right, 0) + kRows - 1) / kRows;
     task.plain_end = max(min(task.key + shift + a.window_left + 1, task.s.q_len), 0) / kRows;
   }
   return task;
-}
-
-/// The first of a task's query heads.
-__device__ inline int first_head(const Args& a, const Task& task) {
-  return task.head * a.group + task.part * (a.group / a.parts);
 }
 
 /// Tiles of a task, in the order in which they are multiplied: query heads, and tiles of rows of each.
@@ -105,15 +107,15 @@ struct TileWalk {
   const Task& task;
   int tile, row_tile;  // in the sequence, among those of all heads
 
-  __device__ TileWalk(const Args& args, const Task& of) : a(args), task(of), tile(of.tile) {
-    row_tile = static_cast<int>(first_head(a, task) * a.tiles + task.s.first_tile) + tile;
+  __device__ TileWalk(const Args& args, const Task& of) : a(args), task(of), tile(of.first_tile) {
+    row_tile = static_cast<int>(task.first_head * a.tiles + task.s.first_tile) + tile;
   }
   /// Whether the next tile is another head's.
   __device__ bool advance() {
     ++row_tile;
-    if (++tile < task.tile_end) return false;
-    tile = task.tile;
-    row_tile += static_cast<int>(a.tiles) - (task.tile_end - tile);
+    if (++tile < task.rows.end) return false;
+    tile = task.rows.begin;
+    row_tile += static_cast<int>(a.tiles) - (task.rows.end - tile);
     return true;
   }
 };
