@@ -124,14 +124,15 @@ def main(
     tasks = {text: (text, rounds, published) for text in shape or SHAPES}
     results: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
+    about = peers.provenance("attention.py", published)
     for name, rows, met in measured(work, tasks, jobs):
         problems += met
         if rows:
             results[name] = rows
             show(name, rows)
-    if json:
-        shapes = [{"shape": name, "rows": rows} for name, rows in results.items()]
-        report.write_json(json, {"provenance": peers.provenance("attention.py", published), "shapes": shapes})
+        if json:  # after every shape, since a run is long
+            shapes = [{"shape": shape, "rows": of_shape} for shape, of_shape in results.items()]
+            report.write_json(json, {"provenance": about, "shapes": shapes})
     if plot and results:
         plot_rows(plot, results)
     for problem in problems:

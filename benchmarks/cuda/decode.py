@@ -186,18 +186,17 @@ def main(
         text = f"B8 S32768 H{of['heads']}/{of['kv_heads']} D{of['head_dim']}"
         tasks[f"{Path(path).stem}, {text}"] = (text, path, depths, rounds, published)
     results: dict[str, list[dict[str, Any]]] = {}
+    found: list[dict[str, Any]] = []
     problems_met: list[str] = []
+    about = peers.provenance("decode.py", published)
     for name, rows, met in measured(work, tasks, jobs):
         problems_met += met
         if rows:
             results[name] = rows
             show(name, rows, bandwidth, every)
-    if json:
-        about = peers.provenance("decode.py", published)
-        found = [
-            {"shape": name, "rows": rows, "at_equal_error": at_equal_error(rows)} for name, rows in results.items()
-        ]
-        report.write_json(json, {"provenance": about, "bandwidth": bandwidth * 1e9, "shapes": found})
+            found.append({"shape": name, "rows": rows, "at_equal_error": at_equal_error(rows)})
+        if json:  # after every shape, since a run is long
+            report.write_json(json, {"provenance": about, "bandwidth": bandwidth * 1e9, "shapes": found})
     if plot and results:
         plot_rows(plot, results)
     for problem in problems_met:
