@@ -39,9 +39,10 @@ FOLD_HD Gates gates_for_depth(float depth) {
   };
   constexpr int rows = static_cast<int>(sizeof(table) / sizeof(table[0]));
   if (!is_finite(depth)) return kDenseGates;
-  int i = 0;
-  while (i + 2 < rows && depth > table[i + 1].depth) ++i;
-  const GateRow low = table[i], high = table[i + 1];
+  GateRow low = table[0], high = table[1];
+  for (int i = 1; i + 1 < rows; ++i) {
+    if (depth > table[i].depth) low = table[i], high = table[i + 1];
+  }
   const float inside = depth < low.depth ? low.depth : depth > high.depth ? high.depth : depth;
   const float shift = sub(depth, inside);
   const float t = div(sub(inside, low.depth), sub(high.depth, low.depth));

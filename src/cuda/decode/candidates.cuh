@@ -166,7 +166,7 @@ class Candidates {
       int dot[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int w = 0; w < kWords; w += 2) {
-        const uint4 q = s_.level_1[t][w / 2][lane_];
+        const uint4 q = s_.fragment[t][1 + w / 2][lane_];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint32_t h[2] = {rows.h[0][w + i], rows.h[1][w + i]}, l[2] = {rows.l[0][w + i], rows.l[1][w + i]};
@@ -217,7 +217,7 @@ class Candidates {
       int dot[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int w = 0; w < kWords; w += 2) {
-        const uint4 q = s_.level_2[t][w / 2][lane_];
+        const uint4 q = s_.fragment[t][1 + Shared::kPairs + w / 2][lane_];
         ptx::mma_s8s8(dot, b[0][2 * w], b[1][2 * w], b[0][2 * w + 1], b[1][2 * w + 1], q.x, q.y);
         ptx::mma_s8s8(dot, b[0][2 * w + 2], b[1][2 * w + 2], b[0][2 * w + 3], b[1][2 * w + 3], q.z, q.w);
       }

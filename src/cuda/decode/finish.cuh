@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda/decode/prepare.cuh"
+#include "cuda/decode/range_task.cuh"
 
 // What follows a group's sums: rows that are not done run again, or the results are written (docs/numerics.md,
 // section 8). The work of the CTA that added the last sums.
@@ -10,49 +11,43 @@ __device__ inline float sink_of(const plan::DecodeParams& p, int head) {
   return p.sinks == nullptr ? -INFINITY : numerics::mul(p.sinks[head], numerics::kLog2E);
 }
 
-/// num[lane N .. lane N + N - 1] of a row (N = D / 32) with the tail's correction. A warp's work.
+/// Adds the tail's correction to num[lane N .. lane N + N - 1] of row r (N = D / 32). A warp's work.
 template <int D>
-__device__ void load_numerator(const Step& step, const GroupState& g, int batch, int kv_head, int r, int lane,
-                               int64_t (&num)[D / 32]) {
+__device__ void correct_numerator(const Step& step, const RangeTask& task, int r, int lane,
+                                  unsigned long long (&sum)[D / 32]) {
   constexpr int N = D / 32;
   const plan::DecodeParams& p = step.params;
-  const auto* from = &g.num[static_cast<int64_t>(r) * D + lane * N];
-  unsigned long long sum[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = __ldcg(from + i);
-  if (const int mark = g.head->fit_mark; mark > 0) {
-    const plan::HeadPage page = page_of(p, batch, kv_head, mark - 1);
-    const int64_t direction = plan::fit_slot(mark, p.cache.layout.page_size) * numerics::kRank;
-    // Lane j < 16 brings direction j's.
-    const int mine = lane % numerics::kRank;
-    const unsigned long long t = __ldcg(&g.t[r * numerics::kRank + mine]);
-    const double unit = numerics::ldexp_exact(1.0, 12 + g.rows[r].fit_shift - g.rows[r].e_exponent);
-    const double scale = __dmul_rn(static_cast<double>(page.fit_scale[direction + mine]), unit);
-    constexpr int kAtOnce = numerics::kRank / (N <= 4 ? 2 : 4);  // directions loaded before they are used
+  const GroupState& g = task.g;
+  const int mark = task.fit_mark;
+  const plan::HeadPage page = page_of(p, task.batch, task.kv_head, mark - 1);
+  const int64_t direction = plan::fit_slot(mark, p.cache.layout.page_size) * numerics::kRank;
+  // Lane j < 16 brings direction j's.
+  const int mine = lane % numerics::kRank;
+  const unsigned long long t = __ldcg(&g.t[r * numerics::kRank + mine]);
+  const double unit = numerics::ldexp_exact(1.0, 12 + g.rows[r].fit_shift - g.rows[r].e_exponent);
+  const double scale = __dmul_rn(static_cast<double>(page.fit_scale[direction + mine]), unit);
+  constexpr int kAtOnce = numerics::kRank / (N <= 4 ? 2 : 4);  // directions loaded before they are used
 #pragma unroll 1
-    for (int first = 0; first < numerics::kRank; first += kAtOnce) {
-      struct alignas(N) Channels {
-        int8_t of_lane[N];
-      } out[kAtOnce];
+  for (int first = 0; first < numerics::kRank; first += kAtOnce) {
+    struct alignas(N) Channels {
+      int8_t of_lane[N];
+    } out[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        out[j] = *reinterpret_cast<const Channels*>(page.fit_out + (direction + first + j) * D + lane * N);
-      }
+    for (int j = 0; j < kAtOnce; ++j) {
+      out[j] = *reinterpret_cast<const Channels*>(page.fit_out + (direction + first + j) * D + lane * N);
+    }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const unsigned long long t_j = __shfl_sync(kWarp, t, first + j);
-        const double scale_j = __shfl_sync(kWarp, scale, first + j);
+    for (int j = 0; j < kAtOnce; ++j) {
+      const unsigned long long t_j = __shfl_sync(kWarp, t, first + j);
+      const double scale_j = __shfl_sync(kWarp, scale, first + j);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          double phi = rint(__dmul_rn(static_cast<double>(out[j].of_lane[i]), scale_j));
-          if (!(fabs(phi) <= 2147483647.0)) phi = 0;
-          sum[i] += t_j * static_cast<unsigned long long>(static_cast<long long>(phi));
-        }
+      for (int i = 0; i < N; ++i) {
+        double phi = rint(__dmul_rn(static_cast<double>(out[j].of_lane[i]), scale_j));
+        if (!(fabs(phi) <= 2147483647.0)) phi = 0;
+        sum[i] += t_j * static_cast<unsigned long long>(static_cast<long long>(phi));
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < N; ++i) num[i] = static_cast<int64_t>(sum[i]);
 }
 
 /// Visible keys of the tiles that [key_begin, key_end) touches.
@@ -63,106 +58,133 @@ __device__ inline int64_t visible_within(const Visible& v, int64_t key_begin, in
   return keys;
 }
 
-__device__ inline numerics::RowMass mass_of(const RowSums& sums, int n) {
-  return {static_cast<int64_t>(__ldcg(&sums.den)), static_cast<int64_t>(__ldcg(&sums.mass)), n,
-          from_ordered(__ldcg(&sums.peak))};
+/// A group's sums of a row, as all CTAs left them. Loaded at once.
+__device__ inline RowSums load_sums(const GroupState& g, int r) {
+  const RowSums* const from = &g.sums[r];
+  return {__ldcg(&from->den), __ldcg(&from->mass), __ldcg(&from->dropped), __ldcg(&from->values_read),
+          __ldcg(&from->peak)};
 }
 
 /// Section 8: which rows run again, with a corrected reference or a finer grid.
 __device__ inline bool correct_row(const GroupState& g, int r, int n) {
   RowState& row = g.rows[r];
-  const numerics::RowMass left = mass_of(g.sums[r], n);
+  const RowSums sums = load_sums(g, r);
+  const numerics::RowMass left{static_cast<int64_t>(sums.den), static_cast<int64_t>(sums.mass), n,
+                               from_ordered(sums.peak)};
   if (!numerics::reference_holds(left.den)) {
     row.z = numerics::corrected_z(row.z, left);
     return true;
   }
   const int bits = numerics::finer_bits(left, row.spread, row.e_exponent, row.shrunk);
+  if (bits == 0) return false;
   row.e_exponent -= bits;
   row.shrunk += bits;
-  return bits != 0;
+  return true;
 }
 
+/// What a range of keys adds to a row.
 template <int D>
-__device__ void write_row(const Step& step, const GroupState& g, int64_t token, int kv_head, int r, int lane) {
+__device__ void write_partial(const plan::DecodeParams& p, const RangeTask& task, int r, int64_t at, int lane,
+                              const RowSums& sums, const unsigned long long (&num)[D / 32]) {
+  constexpr int N = D / 32;
+  const RowState& row = task.g.rows[r];
+  const bool nan = (task.nan >> r & 1) != 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) p.numerator[at * D + lane * N + i] = nan ? 0 : static_cast<int64_t>(num[i]);
+  if (lane != 0) return;
+  p.denominator[3 * at] = nan ? 0 : static_cast<int64_t>(sums.den);
+  p.denominator[3 * at + 1] = nan ? 0 : static_cast<int64_t>(sums.mass);
+  p.denominator[3 * at + 2] = nan ? 0 : visible_within(task.visible, p.key_begin, p.key_end);
+  p.grid[3 * at] = nan ? numerics::quiet_nan() : row.z;
+  p.grid[3 * at + 1] = nan ? numerics::quiet_nan() : numerics::pow2(row.e_exponent);
+  p.grid[3 * at + 2] = nan ? numerics::quiet_nan() : row.spread;
+}
+
+template <int D, bool Tail>
+__device__ void write_row(const Step& step, const RangeTask& task, int r, int lane) {
   constexpr int N = D / 32;
   const plan::DecodeParams& p = step.params;
-  const int batch = token / p.tokens, t = token % p.tokens, head = kv_head * step.workspace.rows + r;
-  const int64_t at = token * p.heads + head;
-  const RowState& row = g.rows[r];
-  const int64_t den = static_cast<int64_t>(__ldcg(&g.sums[r].den));
-  const bool nan = (g.head->nan >> r & 1) != 0;
-  int64_t num[N];
-  load_numerator<D>(step, g, batch, kv_head, r, lane, num);
-  if (p.numerator != nullptr) {
-    for (int i = 0; i < N; ++i) p.numerator[at * D + lane * N + i] = nan ? 0 : num[i];
-    if (lane != 0) return;
-    p.denominator[3 * at] = nan ? 0 : den;
-    p.denominator[3 * at + 1] = nan ? 0 : static_cast<int64_t>(__ldcg(&g.sums[r].mass));
-    p.denominator[3 * at + 2] = nan ? 0 : visible_within(g.head->visible, p.key_begin, p.key_end);
-    p.grid[3 * at] = nan ? numerics::quiet_nan() : row.z;
-    p.grid[3 * at + 1] = nan ? numerics::quiet_nan() : numerics::pow2(row.e_exponent);
-    p.grid[3 * at + 2] = nan ? numerics::quiet_nan() : row.spread;
-    return;
-  }
-  const float sink = numerics::sub(sink_of(p, head), row.z);
-  const numerics::RowMass mass{den, static_cast<int64_t>(__ldcg(&g.sums[r].mass)), g.head->visible.count(), 0};
-  const bool valid = !nan && numerics::sums_hold(mass) && sink == sink;
+  const GroupState& g = task.g;
+  const int head = task.kv_head * task.rows + r;
+  const int64_t at = (int64_t{task.batch} * p.tokens + task.token) * p.heads + head;
+  const float z = g.rows[r].z;
+  const int e_exponent = g.rows[r].e_exponent;
+  const RowSums sums = load_sums(g, r);
+  unsigned long long num[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) num[i] = __ldcg(&g.num[r * D + lane * N + i]);
+  const float sink = numerics::sub(sink_of(p, head), z);
+  if (Tail && task.fit_mark > 0) correct_numerator<D>(step, task, r, lane, num);
+  if (p.numerator != nullptr) return write_partial<D>(p, task, r, at, lane, sums, num);
+  const auto den = static_cast<int64_t>(sums.den);
+  const int count = task.visible.count();
+  const bool valid =
+      (task.nan >> r & 1) == 0 && numerics::sums_hold({den, static_cast<int64_t>(sums.mass), count, 0}) && sink == sink;
   const double total = numerics::with_sink(den, sink);
   float out[N];
-  for (int i = 0; i < N; ++i) out[i] = valid ? numerics::finish_channel(num[i], total, row.e_exponent) : 0.0f;
-  rotate_row<D>(out, lane);
-  const int64_t offset = batch * p.out_stride_b + t * p.out_stride_t + head * p.out_stride_h;
+#pragma unroll
   for (int i = 0; i < N; ++i) {
-    store_element(valid ? out[i] : numerics::quiet_nan(), p.out, p.out_dtype, offset + lane * N + i);
+    out[i] = numerics::finish_channel(static_cast<int64_t>(num[i]), total, e_exponent);
   }
-  if (lane != 0) return;
-  const float lse = valid ? numerics::finish_lse(row.z, total, sink) : numerics::quiet_nan();
-  if (p.lse != nullptr) p.lse[(batch * p.heads + head) * p.tokens + t] = lse;
-  if (p.kept_fraction != nullptr) {
-    p.kept_fraction[at] = static_cast<float>(
-        __ddiv_rn(static_cast<double>(__ldcg(&g.sums[r].values_read)), static_cast<double>(g.head->visible.count())));
-  }
-  if (p.dropped_mass != nullptr) {
-    const double dropped = __ddiv_rn(static_cast<double>(__ldcg(&g.sums[r].dropped)), total);
-    p.dropped_mass[at] = lse != lse ? numerics::quiet_nan() : static_cast<float>(dropped);
-  }
-  if (p.recomputed != nullptr) p.recomputed[at] = (g.head->recomputed >> r & 1) != 0;
+  rotate_row<D>(out, lane);
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = valid ? out[i] : numerics::quiet_nan();
+  const int64_t offset = task.batch * p.out_stride_b + task.token * p.out_stride_t + head * p.out_stride_h;
+  store_elements(out, p.out, p.out_dtype, offset + lane * N);
+  // Beside it, a lane each.
+  const float lse = valid ? numerics::finish_lse(z, total, sink) : numerics::quiet_nan();
+  if (lane == 0 && p.lse != nullptr) p.lse[(task.batch * p.heads + head) * p.tokens + task.token] = lse;
+  if (lane == 1 && p.recomputed != nullptr) p.recomputed[at] = (task.recomputed >> r & 1) != 0;
+  if (lane >= 2 || (p.kept_fraction == nullptr && p.dropped_mass == nullptr)) return;
+  const double part = static_cast<double>(lane == 0 ? sums.values_read : sums.dropped);
+  const auto share = static_cast<float>(__ddiv_rn(part, lane == 0 ? static_cast<double>(count) : total));
+  if (lane == 0 && p.kept_fraction != nullptr) p.kept_fraction[at] = share;
+  if (lane == 1 && p.dropped_mass != nullptr) p.dropped_mass[at] = lse != lse ? numerics::quiet_nan() : share;
 }
 
-/// Every sum of the run is in. again: shared memory. Returns whether rows run again.
-template <int D>
-__device__ __noinline__ bool finish_group(const Step& step, int64_t index, uint64_t& again) {
-  const GroupState g = step.workspace.group(index);
-  const int rows = step.workspace.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int kv_heads = static_cast<int>(step.params.cache.layout.n_kv_heads);
+/// Rows `again`, of which all that is not finite is given up as NaN, are to be summed again. Returns those that are.
+__device__ __noinline__ uint64_t reopen(const GroupState& g, RangeTask& task, uint64_t again) {
+  task.recomputed |= again;
+  for (uint64_t rest = again; rest != 0; rest &= rest - 1) {
+    const int r = __ffsll(static_cast<long long>(rest)) - 1;
+    if (numerics::is_finite(g.rows[r].z)) continue;
+    task.nan |= uint64_t{1} << r;
+    again &= ~(uint64_t{1} << r);
+  }
+  g.head->recomputed = task.recomputed;
+  g.head->nan = task.nan;
+  g.head->active = again;
+  g.head->arrivals = 0;
+  ++g.head->run;
+  return again;
+}
+
+/// Every sum of the run is in. again: shared memory. Returns whether rows run again. Tail: there may be a correction.
+template <int D, bool Tail>
+__device__ __noinline__ bool finish_group(const Step& step, RangeTask& task, uint64_t& again) {
+  const GroupState& g = task.g;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (threadIdx.x == 0) again = 0;
   __syncthreads();
-  const bool may = step.params.numerator == nullptr && g.head->run < Workspace::kReruns;
-  for (int r = threadIdx.x; may && r < rows; r += blockDim.x) {
-    if ((g.head->active >> r & 1) == 0 || !correct_row(g, r, g.head->visible.count())) continue;
+  const bool may = step.params.numerator == nullptr && task.run < Workspace::kReruns;
+  for (int r = threadIdx.x; may && r < task.rows; r += blockDim.x) {
+    if ((task.active >> r & 1) == 0 || !correct_row(g, r, task.visible.count())) continue;
     atomicOr(reinterpret_cast<unsigned long long*>(&again), 1ull << r);
   }
   __syncthreads();
-  if (threadIdx.x == 0 && again != 0) {
-    g.head->recomputed |= again;
-    for (int r = 0; r < rows; ++r) {
-      if ((again >> r & 1) == 0 || numerics::is_finite(g.rows[r].z)) continue;
-      g.head->nan |= uint64_t{1} << r;
-      again &= ~(uint64_t{1} << r);
-    }
-    g.head->active = again;
-    g.head->done = g.head->workers = 0;
-    ++g.head->run;
+  if (again != 0) {
+    __syncthreads();
+    if (threadIdx.x == 0) again = reopen(g, task, again);
+    __syncthreads();
   }
-  __syncthreads();
   if (again == 0) {
-    for (int r = warp; r < rows; r += warps) write_row<D>(step, g, index / kv_heads, index % kv_heads, r, lane);
+    for (int r = warp; r < task.rows; r += warps) write_row<D, Tail>(step, task, r, lane);
     if (threadIdx.x == 0 && step.params.bytes_read != nullptr) {
-      step.params.bytes_read[index] = static_cast<int64_t>(__ldcg(&g.head->bytes));
+      step.params.bytes_read[task.group] = static_cast<int64_t>(__ldcg(&g.head->bytes));
     }
     return false;
   }
-  for (int r = warp; r < rows; r += warps) {
+  for (int r = warp; r < task.rows; r += warps) {
     if ((again >> r & 1) == 0) continue;
     for (int c = lane; c < D; c += 32) g.num[static_cast<int64_t>(r) * D + c] = 0;
     if (lane < numerics::kRank) g.t[r * numerics::kRank + lane] = 0;

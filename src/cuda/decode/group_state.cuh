@@ -8,20 +8,14 @@
 // decides together what is read (docs/numerics.md, sections 5-8); group index: (batch * T + token) * HK + KV head.
 namespace fold::cuda {
 
-constexpr int kRunShift = 29;  ///< a group has fewer tiles than 2^26, and fewer ranges of them
-constexpr unsigned kTakenMask = (1u << kRunShift) - 1;
 constexpr int kMaxRows = 64;  ///< query heads a KV head may serve
 
 struct alignas(16) GroupHead {
-  Visible visible;
-  TileRange tiles;      // to be summed
-  unsigned taken;       // what of the run's work has been handed out (see take()) + run << kRunShift
   int run;              // 0, and one more each time rows run again
-  unsigned done;        // what of it has been added to the group's sums
-  unsigned workers;     // CTAs that took part in the run
+  unsigned arrivals;    // items of this run that are done
   int fit_mark;         // 0: no correction
   int typical;          // exponent of the settled blocks' bounds (section 6)
-  int seen;             // 0: the token sees no key
+  int seen;             // 0: the token sees no key, and its results are written
   int outliers;         // whether a settled block's bound is so far above the typical one that it is read deeper
   uint64_t nan;         // rows whose output is NaN
   uint64_t active;      // rows that this run sums
@@ -58,10 +52,11 @@ struct GroupState {
   int8_t *a, *b;              // (G, D)
 };
 
+/// The groups that run again, in the order in which they asked.
 struct WorkQueue {
-  unsigned visits;    // first ones of CTAs to groups, handed out
-  unsigned reopened;  // how often a group was to run again
-  unsigned finished;  // groups
+  unsigned items;    // of such groups, handed out
+  unsigned entries;  // reserved for such groups
+  unsigned open;     // such groups that are not finished
 };
 
 struct Workspace {
@@ -74,16 +69,18 @@ struct Workspace {
                                                       8 * numerics::kRank + head_dim * (8 + 4));
     return (bytes + 127) / 128 * 128;
   }
-  static constexpr int64_t kQueueBytes = 256;
-  static_assert(sizeof(WorkQueue) <= kQueueBytes);
-  __host__ __device__ int64_t bytes() const { return kQueueBytes + groups * group_bytes; }
+  __host__ __device__ static constexpr int64_t bytes_of_queue(int64_t groups) {
+    return (int64_t{sizeof(WorkQueue)} + groups * kReruns * 4 + 255) / 256 * 256;
+  }
+  __host__ __device__ int64_t bytes() const { return bytes_of_queue(groups) + groups * group_bytes; }
 
   static constexpr int kReruns = numerics::kMaxRuns - 1;  ///< times a group may run again
-  static_assert(kReruns < 1 << (32 - kRunShift));
 
   __device__ WorkQueue* queue() const { return reinterpret_cast<WorkQueue*>(base); }
+  /// (groups kReruns,): a group, or -1.
+  __device__ int* queue_entries() const { return reinterpret_cast<int*>(base + sizeof(WorkQueue)); }
   __device__ GroupState group(int64_t index) const {
-    uint8_t* at = base + kQueueBytes + index * group_bytes;
+    uint8_t* at = base + bytes_of_queue(groups) + index * group_bytes;
     GroupState g;
     g.head = reinterpret_cast<GroupHead*>(at);
     g.num = reinterpret_cast<unsigned long long*>(at + sizeof(GroupHead));
@@ -105,10 +102,17 @@ struct Step {
   plan::DecodeParams params;
   numerics::Gates gates;  // instead of the depth's, if params.gates is set
   Workspace workspace;
-  int splits;         // CTAs that are sent to a group
-  int rerun_splits;   // ranges of tiles when it runs again, if ranges are handed out
-  int parts;          // ranges of rows
+  int splits;         // ranges of tiles that a group is cut into
+  int parts;          // and of rows
+  bool again;         // the groups in the queue, cut finer
   int64_t max_pages;  // columns of the block table
 };
+
+/// False: the token sees no key, or keys past the table.
+__device__ inline bool find_visible(const Step& step, int batch, int token, Visible& v) {
+  const plan::CacheView& cache = step.params.cache;
+  return find_visible(step.params, batch, token, v) && cache.num_pages > 0 &&
+         v.last_physical() / static_cast<int>(cache.layout.page_size) < step.max_pages;
+}
 
 }  // namespace fold::cuda

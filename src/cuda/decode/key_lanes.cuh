@@ -22,19 +22,15 @@ __device__ inline float scaled_exp2(float x, float low) {
   return __int_as_float(__float_as_int(p) + ((__float_as_int(shifted) + Fraction) << 23));
 }
 
-/// Bit i of the result: bit g + 8 i of the mask.
-__device__ inline unsigned every_eighth(uint64_t mask, int g) {
-  if (mask == 0) return 0;
-  if (mask == ~uint64_t{0}) return 0xFF;
-  return static_cast<unsigned>((mask >> g & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
-}
-
 struct TileKeys {
   unsigned seen, forced;  // bit i: key g + 8 i is visible, is always read
 };
 __device__ inline TileKeys keys_of(const Visible& visible, int tile, int g) {
-  if (visible.settled(tile) && visible.first < tile * kTile) return {0xFF, 0};
-  return {every_eighth(visible.mask(tile), g), every_eighth(visible.always(tile), g)};
+  if (visible.settled(tile)) return {0xFF, g == 0 && visible.first == tile * kTile ? 1u : 0u};
+  unsigned seen = 0;
+#pragma unroll 1
+  for (int i = 0; i < kTile / 8; ++i) seen |= static_cast<unsigned>(visible.sees(tile * kTile + g + 8 * i)) << i;
+  return {seen, seen};
 }
 
 struct Slots {

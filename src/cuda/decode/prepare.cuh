@@ -1,36 +1,64 @@
 #pragma once
 #include "cuda/decode/group_state.cuh"
 #include "cuda/decode/rows.cuh"
+#include "cuda/decode/survey.cuh"
 #include "cuda/ptx/async_copy.cuh"
-#include "numerics/block.h"
 #include "numerics/reference.h"
-#include "plan/cache_access.h"
 
 // What comes before a group's sums: its queries split into planes, and its rows' references (docs/numerics.md, sections
 // 3, 5 and 6). One CTA's work, a chain of latencies: what can be sent for early is.
 namespace fold::cuda {
 
 constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
+constexpr int kPrepareThreads = 2 * kScoredKeys;     ///< two a key
+constexpr int kPreparedRows = kPrepareThreads / 32;  ///< at once, a warp each
+static_assert(kPrepareThreads % 32 == 0);
 
 template <int D>
 struct PrepareShared {
-  static constexpr int kScoredRows = 4;  // rows whose logits are here at once
-  alignas(16) int8_t a_split[kMaxRows * D], b_split[kMaxRows * D], a[kMaxRows * D], b[kMaxRows * D];  // GroupState's
+  alignas(16) int8_t a_split[kPreparedRows * D], b_split[kPreparedRows * D];  // as GroupState's
   uint4 key[2 * D / 32][kScoredKeys];  // pieces of planes h, then l; samples first, then what is counted once
-  float logits[kScoredRows][kScoredKeys];
-  RowState rows[kMaxRows];
+  float logits[kPreparedRows][kScoredKeys];
+  RowState rows[kPreparedRows];
   unsigned largest_scale, largest_bound;
-  int exponents, settled;
+  int exponents, settled, keys, position;
   unsigned long long nan;  // rows
 };
 
-/// Splits query row r into planes.
+/// Which keys are scored: the samples first, then what is counted once.
+struct Scored {
+  int all, samples, rest;  // for how many keys the samples stand
+};
+__device__ inline Scored scored_of(int keys) {
+  if (keys <= kScoredKeys) return {keys, 0, 0};
+  return {kScoredKeys, numerics::kSamples, keys - 1 - static_cast<int>(numerics::kNewest)};
+}
+
+/// What the caller gives of a row: a lane's channels of its query, and its depth.
 template <int D>
-__device__ void split_query(const plan::DecodeParams& p, int64_t q_offset, int r, int lane, PrepareShared<D>& shared) {
+struct GivenRow {
+  float query[D / 32], depth;
+};
+template <int D>
+__device__ GivenRow<D> load_row(const plan::DecodeParams& p, int batch, int token, int head, int lane) {
+  GivenRow<D> row;
+  load_elements(row.query, p.q, p.q_dtype,
+                batch * p.q_stride_b + token * p.q_stride_t + head * p.q_stride_h + lane * (D / 32));
+  row.depth = p.depth == nullptr
+                  ? INFINITY
+                  : p.depth[batch * p.depth_stride_b + token * p.depth_stride_t + head * p.depth_stride_h];
+  return row;
+}
+
+/// Splits a query into planes, row r of the group's; it is the slot-th at work. A warp's work.
+template <int D>
+__device__ void split_query(const Step& step, int group, GivenRow<D> given, int r, int slot, int lane,
+                            PrepareShared<D>& shared) {
   constexpr int N = D / 32;
-  float x[N];
+  const GroupState g = step.workspace.group(group);
+  float(&x)[N] = given.query;
 #pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = numerics::mul(load_element(p.q, p.q_dtype, q_offset + lane * N + i), p.qk_scale);
+  for (int i = 0; i < N; ++i) x[i] = numerics::mul(x[i], step.params.qk_scale);
   rotate_row<D>(x, lane);
   unsigned amax = 0;  // magnitudes order like their bits, NaN above all
 #pragma unroll
@@ -54,66 +82,43 @@ __device__ void split_query(const plan::DecodeParams& p, int64_t q_offset, int r
     squares += a * a;
     sum_a += a;
     sum_b += b;
-    const int c = lane * N + i, split = r * D + c % 2 * (D / 2) + c / 2;
-    shared.a_split[split] = shared.a[r * D + c] = static_cast<int8_t>(a);
-    shared.b_split[split] = shared.b[r * D + c] = static_cast<int8_t>(b);
+    const int c = lane * N + i, split = c % 2 * (D / 2) + c / 2;
+    g.a[r * D + c] = g.a_split[r * D + split] = shared.a_split[slot * D + split] = static_cast<int8_t>(a);
+    g.b[r * D + c] = g.b_split[r * D + split] = shared.b_split[slot * D + split] = static_cast<int8_t>(b);
   }
   squares = __reduce_add_sync(kWarp, squares);
   sum_a = __reduce_add_sync(kWarp, sum_a);
   sum_b = __reduce_add_sync(kWarp, sum_b);
   if (lane != 0) return;
-  RowState& row = shared.rows[r];
+  RowState& row = shared.rows[slot];
   row.e_q = e;
   row.margin = numerics::mul(numerics::kMarginFactor, numerics::mul(e, numerics::sqrt_rn(static_cast<float>(squares))));
   row.sum_a = sum_a;
   row.sum = 256 * sum_a + sum_b;
+  row.gates = step.params.gates != nullptr ? step.gates : numerics::gates_for_depth(given.depth);
 }
 
-/// The page section pointers of the page that holds a physical key.
-__device__ inline plan::HeadPage page_of(const plan::DecodeParams& p, int batch, int kv_head, int key) {
-  const int page = key / static_cast<int>(p.cache.layout.page_size);
-  return plan::head_page(p.cache, p.block_table[batch * p.block_table_stride + page], kv_head);
-}
-__device__ inline int slot_of(const plan::DecodeParams& p, int key) {
-  return key % static_cast<int>(p.cache.layout.page_size);
-}
-
-/// What the visible keys' scales say.
-struct ScaleSurvey {
-  bool exists = true;              // every page is in the pool
-  unsigned largest = 0;            // visible V scale as bf16 bits; NaN, which orders above all, if a key is poisoned
-  unsigned bound = 0;              // of the settled blocks' bounds the largest
-  int exponents = 0, settled = 0;  // sum over the settled blocks' bounds, and how many there are
-};
-
-/// Of one thread's share of the tiles.
-__device__ inline ScaleSurvey survey_scales(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head) {
+/// Adds up what the threads found, those that split no queries if these are enough. False: some page is not in the
+/// pool. Copies sent for have arrived afterwards.
+template <int D>
+__device__ bool survey_group(const Step& step, const Visible& v, int batch, int kv_head, PrepareShared<D>& shared) {
+  const int rows = min(step.workspace.rows, kPreparedRows),
+            threads = 32 * (rows <= 2 * kPreparedRows / 3 ? kPreparedRows - rows : kPreparedRows);
   ScaleSurvey survey;
-#pragma unroll 1
-  for (int tile = v.first / kTile + threadIdx.x; tile < v.tiles(); tile += blockDim.x) {
-    const int id =
-        p.block_table[batch * p.block_table_stride + tile * kTile / static_cast<int>(p.cache.layout.page_size)];
-    if (id < 0 || id >= p.cache.num_pages) {
-      survey.exists = false;
-      continue;
-    }
-    const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
-    const int slot = slot_of(p, tile * kTile);
-    if (v.whole(tile)) {
-      const uint16_t bound = page.bound[slot / kTile];
-      survey.largest = max(survey.largest, unsigned{bound});
-      survey.bound = v.settled(tile) ? max(survey.bound, unsigned{bound}) : survey.bound;
-      survey.exponents += v.settled(tile) ? numerics::pow2_ceil_exponent(bound) : 0;
-      survey.settled += v.settled(tile);
-      continue;
-    }
-    for (uint64_t mask = v.mask(tile); mask != 0; mask &= mask - 1) {
-      const int at = slot + numerics::scale_slot(__ffsll(static_cast<long long>(mask)) - 1);
-      survey.largest = max(survey.largest, unsigned{page.v_scale[at]});
-      if (page.k_scale[at] == numerics::kBf16Nan) survey.largest = max(survey.largest, unsigned{numerics::kBf16Nan});
-    }
+  if (static_cast<int>(threadIdx.x) < threads) survey_scales(step, v, batch, kv_head, threads, survey);
+  ptx::wait_copies();
+  if (!__syncthreads_and(survey.exists)) return false;
+  survey.largest = __reduce_max_sync(kWarp, survey.largest);
+  survey.bound = __reduce_max_sync(kWarp, survey.bound);
+  survey.exponents = __reduce_add_sync(kWarp, survey.exponents);
+  survey.settled = __reduce_add_sync(kWarp, survey.settled);
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(&shared.largest_scale, survey.largest);
+    atomicMax(&shared.largest_bound, survey.bound);
+    atomicAdd(&shared.exponents, survey.exponents);
+    atomicAdd(&shared.settled, survey.settled);
   }
-  return survey;
+  return true;
 }
 
 /// A key to score. The planes are in shared memory.
@@ -122,13 +127,10 @@ struct ScoredKey {
   int level;  // -1: there is none
 };
 
-/// Finds scored key i and sends for its planes.
+/// Sends for the planes of scored key i, in page `id` of the pool.
 template <int D>
-__device__ ScoredKey send_key(const plan::DecodeParams& p, int batch, int kv_head, int physical, int i, bool copies,
+__device__ ScoredKey send_key(const plan::DecodeParams& p, int id, int kv_head, int slot, int i, bool copies,
                               PrepareShared<D>& shared) {
-  const int page_size = static_cast<int>(p.cache.layout.page_size), slot = physical % page_size;
-  const int id = p.block_table[batch * p.block_table_stride + physical / page_size];
-  if (id < 0 || id >= p.cache.num_pages) return {0, -1};
   const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
   const int level = p.cache.layout.k_bits > 4 ? 1 : 0;
 #pragma unroll
@@ -140,35 +142,34 @@ __device__ ScoredKey send_key(const plan::DecodeParams& p, int batch, int kv_hea
   return {numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)]), level};
 }
 
-/// Logits of scored key i for the rows r0, r0 + 2, ... of the kScoredRows from row_begin on that are below `end`.
+/// Logits of scored key i for every second of the `count` rows at work, from `first` on: two at a time.
 template <int D>
-__device__ void score_key(const ScoredKey& key, int r0, int end, int row_begin, int i, PrepareShared<D>& shared) {
-  constexpr int kMost = PrepareShared<D>::kScoredRows / 2;
-  int high[kMost] = {}, low[kMost] = {};
+__device__ void score_key(const ScoredKey& key, int first, int count, int i, PrepareShared<D>& shared) {
+#pragma unroll 1
+  for (int slot = first; slot < count; slot += 4) {
+    const int of[2] = {slot, min(slot + 2, count - 1)};
+    int high[2] = {}, low[2] = {};
+#pragma unroll 1
+    for (int piece = 0; piece < D / 32; ++piece) {
+      const uint4 h = shared.key[piece][i];
+      const EvenOdd channels = key.level == 0 ? codes_of(h) : values_of(h, shared.key[D / 32 + piece][i]);
 #pragma unroll
-  for (int piece = 0; piece < D / 32; ++piece) {
-    const uint4 h = shared.key[piece][i];
-    const EvenOdd channels = key.level == 0 ? codes_of(h) : values_of(h, shared.key[D / 32 + piece][i]);
-#pragma unroll
-    for (int j = 0; j < kMost; ++j) {
-      const int r = r0 + 2 * j;
-      if (r >= end) break;
-      const auto plane = [&](const int8_t* of, int half) {
-        return *reinterpret_cast<const uint4*>(of + r * D + half * (D / 2) + 16 * piece);
-      };
-      high[j] = dot_bytes(channels.odd, plane(shared.a_split, 1),
-                          dot_bytes(channels.even, plane(shared.a_split, 0), high[j]));
-      low[j] =
-          dot_bytes(channels.odd, plane(shared.b_split, 1), dot_bytes(channels.even, plane(shared.b_split, 0), low[j]));
+      for (int j = 0; j < 2; ++j) {
+        const auto plane = [&](const int8_t* rows, int half) {
+          return *reinterpret_cast<const uint4*>(rows + of[j] * D + half * (D / 2) + 16 * piece);
+        };
+        high[j] = dot_bytes(channels.odd, plane(shared.a_split, 1),
+                            dot_bytes(channels.even, plane(shared.a_split, 0), high[j]));
+        low[j] = dot_bytes(channels.odd, plane(shared.b_split, 1),
+                           dot_bytes(channels.even, plane(shared.b_split, 0), low[j]));
+      }
     }
-  }
 #pragma unroll
-  for (int j = 0; j < kMost; ++j) {
-    const int r = r0 + 2 * j;
-    if (r >= end) break;
-    const RowState& row = shared.rows[r];
-    const int dot = key.level == 0 ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
-    shared.logits[r - row_begin][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, key.level)), key.e_k);
+    for (int j = 0; j < 2; ++j) {
+      const RowState& row = shared.rows[of[j]];
+      const int dot = key.level == 0 ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
+      shared.logits[of[j]][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, key.level)), key.e_k);
+    }
   }
 }
 
@@ -182,8 +183,8 @@ __device__ inline int64_t warp_sum_of_small(int64_t value) {
   return (part(value >> 16) << 16) + part(value & 0xFFFF);
 }
 
-/// The reference of a row from its logits: `sampled` samples (128 or 0), then what is counted once. A warp's work.
-__device__ inline numerics::Reference declare(const float* logits, int sampled, int scored, int64_t rest, int lane) {
+/// The reference of a row from its logits. A warp's work.
+__device__ inline numerics::Reference declare(const float* logits, const Scored& scored, int lane) {
   constexpr int kMost = (numerics::kScoredKeys + 31) / 32;
   int key[kMost];
   bool counted[kMost];
@@ -191,12 +192,12 @@ __device__ inline numerics::Reference declare(const float* logits, int sampled, 
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
     const int at = lane + 32 * i;
-    key[i] = at < scored ? ordered(logits[at]) : ordered(-INFINITY);
-    counted[i] = at >= sampled;
+    key[i] = at < scored.all ? ordered(logits[at]) : ordered(-INFINITY);
+    counted[i] = at >= scored.samples;
     largest = max(largest, key[i]);
   }
   largest = __reduce_max_sync(kWarp, largest);
-  for (int trimmed = 0; trimmed < numerics::kTrimmed && sampled > 0; ++trimmed) {
+  for (int trimmed = 0; trimmed < numerics::kTrimmed && scored.samples > 0; ++trimmed) {
     int best = -1, most = INT_MIN;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
@@ -214,13 +215,14 @@ __device__ inline numerics::Reference declare(const float* logits, int sampled, 
   numerics::ScoreSums once, samples;
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    const uint32_t w = lane + 32 * i < scored ? numerics::fix(numerics::sub(from_ordered(key[i]), m)) : 0;
-    numerics::add_score(counted[i] ? once : samples, w);
+    const uint32_t w = lane + 32 * i < scored.all ? numerics::fix(numerics::sub(from_ordered(key[i]), m)) : 0;
+    numerics::add_score(once, counted[i] ? w : 0);
+    numerics::add_score(samples, counted[i] ? 0 : w);
   }
   static_assert(int64_t{kMost} << numerics::kFraction <= int64_t{1} << 31);
   once = {warp_sum_of_small(once.weights), warp_sum_of_small(once.squares)};
   samples = {warp_sum_of_small(samples.weights), warp_sum_of_small(samples.squares)};
-  return numerics::declared_reference(m, once, samples, rest);
+  return numerics::declared_reference(m, once, samples, scored.rest);
 }
 
 /// What a group without visible keys returns.
@@ -230,6 +232,7 @@ __device__ void write_unseen(const Step& step, int index) {
   const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), kv_head = index % kv_heads;
   const int64_t token = index / kv_heads, batch = token / p.tokens, t = token % p.tokens;
   const int rows = step.workspace.rows;
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * D; i += blockDim.x) {
     const int head = kv_head * rows + i / D;
     if (p.numerator != nullptr) {
@@ -261,122 +264,101 @@ __device__ void write_unseen(const Step& step, int index) {
 /// Sets to zero what CTAs add to a group. By all threads of a CTA.
 __device__ inline void clear_group(const Step& step, int64_t index) {
   const GroupState g = step.workspace.group(index);
-  const int rows = step.workspace.rows;
-  for (int i = threadIdx.x; i < rows * step.workspace.head_dim; i += blockDim.x) g.num[i] = 0;
-  for (int i = threadIdx.x; i < rows * numerics::kRank; i += blockDim.x) g.t[i] = 0;
-  for (int r = threadIdx.x; r < rows; r += blockDim.x) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
-  if (threadIdx.x != 0) return;
-  g.head->taken = 0;
-  g.head->run = 0;
-  g.head->done = g.head->workers = 0;
-  g.head->recomputed = 0;
-  g.head->bytes = 0;
-  if (index == 0) *step.workspace.queue() = {};
+  const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x);
+  auto* const num = reinterpret_cast<uint4*>(g.num);
+#pragma unroll 1
+  for (int i = thread; i < rows * step.workspace.head_dim / 2; i += kPrepareThreads) num[i] = {0, 0, 0, 0};
+#pragma unroll 1
+  for (int i = thread; i < rows * numerics::kRank; i += kPrepareThreads) g.t[i] = 0;
+  if (thread < rows) g.sums[thread] = {0, 0, 0, 0, ordered(-INFINITY)};
+  if (thread < Workspace::kReruns) step.workspace.queue_entries()[index * Workspace::kReruns + thread] = -1;
+  if (thread == 0 && index == 0) *step.workspace.queue() = {};
 }
 
-/// Declares a group's references and what else its sums need to know. By the 2 kScoredKeys threads of a CTA. False: the
-/// token sees no key, keys past the table, or some page that is not in the pool.
+/// Declares the reference and grid of row r, the slot-th at work. A warp's work.
+template <int D>
+__device__ void declare_row(const Step& step, int group, int r, int slot, PrepareShared<D>& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const Scored scored = scored_of(shared.keys);
+  const numerics::Reference declared = declare(shared.logits[slot], scored, lane);
+  if (lane != 0) return;
+  const bool bad_key = shared.largest_scale >= 0x7F80;
+  RowState row = shared.rows[slot];
+  const float z = numerics::add(declared.z, step.params.reference_shift), asked = row.gates.v_h;
+  const bool bad = bad_key || !numerics::is_finite(row.e_q) || !numerics::is_finite(z);
+  row.z = bad ? numerics::quiet_nan() : z;
+  row.spread = declared.spread;
+  row.gates = numerics::widened(row.gates, declared.spread);
+  row.e_exponent = bad_key ? 0 : numerics::pow2_ceil_exponent(static_cast<uint16_t>(shared.largest_scale));
+  row.shrunk = 0;
+  row.fit_shift = static_cast<int>(fminf(fmaxf(ceilf(numerics::sub(18.0f, asked)), 0.0f), 24.0f));
+  step.workspace.group(group).rows[r] = row;
+  if (bad) atomicOr(&shared.nan, 1ull << r);
+}
+
+/// Declares a group's references and what else its sums need to know. By kPrepareThreads. False: the token sees no key,
+/// keys past the table, or some page that is not in the pool.
 template <int D>
 __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& shared) {
-  constexpr int kScoredRows = PrepareShared<D>::kScoredRows;
   const plan::DecodeParams& p = step.params;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), token = index / kv_heads,
-            kv_head = index % kv_heads;
-  const int batch = token / static_cast<int>(p.tokens), t = token % static_cast<int>(p.tokens);
-  const int rows = step.workspace.rows, warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int thread = static_cast<int>(threadIdx.x);
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), tokens = static_cast<int>(p.tokens);
+  const int kv_head = index % kv_heads, token = index / kv_heads % tokens, batch = index / kv_heads / tokens;
+  const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  // The last warps begin with the queries, the first ones with the keys.
+  const int slot = kPreparedRows - 1 - warp;
+  GivenRow<D> given{};
+  if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
   Visible v;
-  if (!find_visible(p, batch, t, v) || p.cache.num_pages == 0 ||
-      v.last_physical() / static_cast<int>(p.cache.layout.page_size) >= step.max_pages) {
-    return false;
-  }
-  if (thread == 0) step.workspace.group(index).head->tiles = tiles_within(v, p.key_begin, p.key_end);
-  // The keys scored: the samples first, then what is counted once. Two threads a key, which take turns in the rows.
+  if (!find_visible(step, batch, token, v)) return false;
+  if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
+  // Two threads a key, which take turns in the rows.
   const int n = v.count();
-  const int64_t rest = n > numerics::kScoredKeys ? n - 1 - numerics::kNewest : 0;
-  const int sampled = rest > 0 ? numerics::kSamples : 0;
-  const int scored = rest > 0 ? kScoredKeys : n;
-  const int first_row = thread / kScoredKeys, i = thread % kScoredKeys;
-  ScoredKey key{0, -1};
-  if (i < scored) {
-    const int logical = rest == 0      ? v.first + i
-                        : i < sampled  ? v.first + static_cast<int>(numerics::sample_key(i, rest))
-                        : i == sampled ? v.first
-                                       : v.position - numerics::kNewest + (i - sampled);
-    key = send_key(p, batch, kv_head, v.physical(logical), i, first_row == 0, shared);
+  const Scored scored = scored_of(n);
+  const int first = thread / kScoredKeys, i = thread % kScoredKeys;
+  int physical = 0, id = -1;
+  const int page_size = static_cast<int>(p.cache.layout.page_size);
+  if (i < scored.all) {
+    const int logical = scored.rest == 0      ? v.first + i
+                        : i < scored.samples  ? v.first + static_cast<int>(numerics::sample_key(i, scored.rest))
+                        : i == scored.samples ? v.first
+                                              : v.position - numerics::kNewest + (i - scored.samples);
+    physical = v.physical(logical);
+    id = p.block_table[batch * p.block_table_stride + physical / page_size];
   }
   if (thread == 0) {
+    shared.keys = n;
+    shared.position = v.position;
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
   }
+  ScoredKey key{0, -1};
+  if (in_pool(p, id)) key = send_key(p, id, kv_head, physical % page_size, i, first == 0, shared);
+  if (!survey_group(step, v, batch, kv_head, shared)) return false;
 #pragma unroll 1
-  for (int r = warps - 1 - warp; r < rows; r += warps) {
-    split_query(p, batch * p.q_stride_b + t * p.q_stride_t + (kv_head * rows + r) * p.q_stride_h, r, lane, shared);
-  }
-  for (int r = thread; r < rows; r += blockDim.x) {
-    const int head = kv_head * rows + r;
-    const int64_t at = batch * p.depth_stride_b + t * p.depth_stride_t + head * p.depth_stride_h;
-    shared.rows[r].gates =
-        p.gates != nullptr ? step.gates : numerics::gates_for_depth(p.depth == nullptr ? INFINITY : p.depth[at]);
-  }
-  ScaleSurvey survey = survey_scales(p, v, batch, kv_head);
-  ptx::wait_copies();
-  if (!__syncthreads_and(survey.exists)) return false;
-  survey.largest = __reduce_max_sync(kWarp, survey.largest);
-  survey.bound = __reduce_max_sync(kWarp, survey.bound);
-  survey.exponents = __reduce_add_sync(kWarp, survey.exponents);
-  survey.settled = __reduce_add_sync(kWarp, survey.settled);
-  if (lane == 0) {
-    atomicMax(&shared.largest_scale, survey.largest);
-    atomicMax(&shared.largest_bound, survey.bound);
-    atomicAdd(&shared.exponents, survey.exponents);
-    atomicAdd(&shared.settled, survey.settled);
-  }
-#pragma unroll 1
-  for (int row0 = 0; row0 < rows; row0 += kScoredRows) {
-    const int end = min(rows, row0 + kScoredRows);
-    if (key.level >= 0) score_key(key, row0 + first_row, end, row0, i, shared);
-    __syncthreads();
-    if (const int r = row0 + warp; r < end) {
-      const numerics::Reference declared = declare(shared.logits[warp], sampled, scored, rest, lane);
-      if (lane == 0) {
-        const bool bad_key = shared.largest_scale >= 0x7F80;
-        RowState& row = shared.rows[r];
-        const numerics::Gates asked = row.gates;
-        const float z = numerics::add(declared.z, p.reference_shift);
-        const bool bad = bad_key || !numerics::is_finite(row.e_q) || !numerics::is_finite(z);
-        row.z = bad ? numerics::quiet_nan() : z;
-        row.spread = declared.spread;
-        row.gates = numerics::widened(asked, declared.spread);
-        row.e_exponent = bad_key ? 0 : numerics::pow2_ceil_exponent(static_cast<uint16_t>(shared.largest_scale));
-        row.shrunk = 0;
-        row.fit_shift = static_cast<int>(fminf(fmaxf(ceilf(numerics::sub(18.0f, asked.v_h)), 0.0f), 24.0f));
-        if (bad) atomicOr(&shared.nan, 1ull << r);
-      }
+  for (int row = 0; row < rows; row += kPreparedRows) {
+    const int r = row + slot;
+    if (row > 0 && r < rows) {
+      split_query(step, index, load_row<D>(p, batch, token, kv_head * rows + r, lane), r, slot, lane, shared);
     }
     __syncthreads();
+    if (key.level >= 0) score_key(key, first, min(rows - row, kPreparedRows), i, shared);
+    __syncthreads();
+    if (r < rows) declare_row(step, index, r, slot, shared);
+    __syncthreads();
   }
-  const GroupState g = step.workspace.group(index);
-  if (thread == 0) {
-    const bool corrected = p.cache.layout.tail && p.window_left < 0;
-    GroupHead& head = *g.head;
-    head.visible = v;
-    head.fit_mark = corrected ? static_cast<int>(plan::last_mark(v.position - (kTile - 1))) : 0;
-    head.typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
-    head.outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), head.typical) > 0.0f;
-    head.nan = shared.nan;
-    head.active = ~shared.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1);
-    if (head.active == 0) head.tiles = {0, 0};  // nothing to sum
-  }
-  for (int j = thread; j < rows * (D / 16); j += blockDim.x) {
-    const auto copy = [j](int8_t* to, const int8_t* from) {
-      reinterpret_cast<uint4*>(to)[j] = reinterpret_cast<const uint4*>(from)[j];
-    };
-    copy(g.a_split, shared.a_split);
-    copy(g.b_split, shared.b_split);
-    copy(g.a, shared.a);
-    copy(g.b, shared.b);
-  }
-  for (int r = thread; r < rows; r += blockDim.x) g.rows[r] = shared.rows[r];
+  if (thread != 0) return true;
+  const bool corrected = p.cache.layout.tail && p.window_left < 0;
+  const int typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
+  *step.workspace.group(index).head = {
+      .run = 0,
+      .arrivals = 0,
+      .fit_mark = corrected ? static_cast<int>(plan::last_mark(shared.position - (kTile - 1))) : 0,
+      .typical = typical,
+      .seen = 1,
+      .outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), typical) > 0.0f,
+      .nan = shared.nan,
+      .active = ~shared.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1),
+      .recomputed = 0,
+      .bytes = 0};
   return true;
 }
 

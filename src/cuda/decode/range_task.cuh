@@ -1,30 +1,72 @@
 #pragma once
 #include "cuda/decode/group_state.cuh"
+#include "cuda/ptx/global_sums.cuh"
+#include "cuda/ptx/launch_order.cuh"
 
 namespace fold::cuda {
 
-/// What a CTA knows about the work it does.
+/// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
+struct Item {
+  int group, part, split, splits;  // the part-th of step.parts ranges of rows, the split-th of so many of tiles
+};
+
+/// What a CTA knows about its item.
 struct RangeTask {
   GroupState g;
   Visible visible;
-  uint64_t active;
-  int batch, kv_head, rows, fit_mark, typical, outliers;
+  int group, batch, token, kv_head, rows;
   int row_begin, row_end;  // whose values are summed here
   TileRange tiles;
-  // StreamSummer: tiles that a warp takes at once, and where the group begins. `tiles` begins with a chunk for each
-  // warp and ends with the group.
-  int chunk, first_tile;
+  // As declared, from join_task() on. Until then outliers are expected.
+  uint64_t active, nan, recomputed;
+  int run, fit_mark, typical, outliers, seen;
 };
+
+/// What can be said before the group's references are declared. False: the token sees no key. One thread.
+__device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
+  const plan::DecodeParams& p = step.params;
+  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), tokens = static_cast<int>(p.tokens);
+  task.group = item.group;
+  task.kv_head = item.group % kv_heads;
+  task.token = item.group / kv_heads % tokens;
+  task.batch = item.group / kv_heads / tokens;
+  if (!find_visible(step, task.batch, task.token, task.visible)) return false;
+  task.g = step.workspace.group(item.group);
+  task.rows = step.workspace.rows;
+  task.row_begin = task.rows * item.part / step.parts;
+  task.row_end = task.rows * (item.part + 1) / step.parts;
+  task.outliers = 1;
+  const TileRange all = tiles_within(task.visible, p.key_begin, p.key_end);
+  const int tiles = all.end - all.begin, each = tiles / item.splits, more = tiles % item.splits;
+  task.tiles.begin = all.begin + each * item.split + min(item.split, more);
+  task.tiles.end = task.tiles.begin + each + (item.split < more);
+  return true;
+}
+
+/// Waits until the group's references are declared, and learns the rest of them in thread 0.
+__device__ inline void join_task(RangeTask& task) {
+  ptx::wait_for_earlier_kernels();
+  if (threadIdx.x != 0) return;
+  const GroupHead head = *task.g.head;
+  task.active = head.seen != 0 ? head.active : 0;
+  task.nan = head.nan;
+  task.recomputed = head.recomputed;
+  task.run = head.run;
+  task.fit_mark = head.fit_mark;
+  task.typical = head.typical;
+  task.outliers = head.outliers;
+  task.seen = head.seen;
+}
 
 /// Adds a CTA's sums of row r to the group's.
 __device__ inline void add_row_sums(const RangeTask& task, int r, const RowSums& of_range) {
   if ((task.active >> r & 1) == 0) return;
   RowSums& sums = task.g.sums[r];
-  atomicAdd(&sums.den, of_range.den);
-  atomicAdd(&sums.mass, of_range.mass);
-  atomicAdd(&sums.dropped, of_range.dropped);
-  atomicAdd(&sums.values_read, of_range.values_read);
-  atomicMax(&sums.peak, of_range.peak);
+  ptx::add_global(&sums.den, of_range.den);
+  ptx::add_global(&sums.mass, of_range.mass);
+  ptx::add_global(&sums.dropped, of_range.dropped);
+  ptx::add_global(&sums.values_read, of_range.values_read);
+  ptx::max_global(&sums.peak, of_range.peak);
 }
 
 }  // namespace fold::cuda

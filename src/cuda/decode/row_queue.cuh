@@ -22,21 +22,21 @@ struct alignas(16) RowQueue {
   unsigned tail;  // entries reserved
   int end;        // no block from this one on has rows; large until that is known
 
-  /// One thread. readers: warps that read a block.
-  __device__ void init(int readers) {
-    for (int i = 0; i < Blocks; ++i) {
-      ptx::init_barrier(ptx::shared_address(&full[i]), kQueueBlock);
-      ptx::init_barrier(ptx::shared_address(&empty[i]), readers);
+  /// A warp. readers: warps that read a block.
+  __device__ void init(int lane, int readers) {
+    if (lane < Blocks) {
+      ptx::init_barrier(ptx::shared_address(&full[lane]), kQueueBlock);
+      ptx::init_barrier(ptx::shared_address(&empty[lane]), readers);
     }
+    if (lane != 0) return;
     tail = 0;
     end = 0x7FFFFFFF;
   }
-  /// One thread, once every warp is done.
-  __device__ void invalidate() {
-    for (int i = 0; i < Blocks; ++i) {
-      ptx::invalidate_barrier(ptx::shared_address(&full[i]));
-      ptx::invalidate_barrier(ptx::shared_address(&empty[i]));
-    }
+  /// A warp, once every warp is done.
+  __device__ void invalidate(int lane) {
+    if (lane >= Blocks) return;
+    ptx::invalidate_barrier(ptx::shared_address(&full[lane]));
+    ptx::invalidate_barrier(ptx::shared_address(&empty[lane]));
   }
 
   // Writers.

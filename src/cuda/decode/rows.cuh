@@ -33,18 +33,39 @@ __device__ void rotate_row(float (&x)[D / 32], int lane) {
   for (int i = 0; i < N; ++i) x[i] = numerics::mul(x[i], numerics::rotation_scale(D));
 }
 
-__device__ inline float load_element(const void* data, DType dtype, int64_t at) {
-  if (dtype == DType::f32) return static_cast<const float*>(data)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(data)[at];
-  return dtype == DType::bf16 ? numerics::from_bf16(bits) : numerics::from_f16(bits);
+/// N elements from data + at on, at any address. All are read before one is converted.
+template <int N>
+__device__ void load_elements(float (&x)[N], const void* data, DType dtype, int64_t at) {
+  uint32_t bits[N];
+  if (dtype == DType::f32) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) bits[i] = static_cast<const uint32_t*>(data)[at + i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) bits[i] = static_cast<const uint16_t*>(data)[at + i];
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    x[i] = dtype == DType::f32    ? numerics::float_of(bits[i])
+           : dtype == DType::bf16 ? numerics::from_bf16(static_cast<uint16_t>(bits[i]))
+                                  : numerics::from_f16(static_cast<uint16_t>(bits[i]));
+  }
 }
 
-__device__ inline void store_element(float value, void* data, DType dtype, int64_t at) {
+template <int N>
+__device__ void store_elements(const float (&x)[N], void* data, DType dtype, int64_t at) {
   if (dtype == DType::f32) {
-    static_cast<float*>(data)[at] = value;
-  } else {
-    static_cast<uint16_t*>(data)[at] = dtype == DType::bf16 ? numerics::to_bf16(value) : numerics::to_f16(value);
+#pragma unroll
+    for (int i = 0; i < N; ++i) static_cast<float*>(data)[at + i] = x[i];
+    return;
   }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    static_cast<uint16_t*>(data)[at + i] = dtype == DType::bf16 ? numerics::to_bf16(x[i]) : numerics::to_f16(x[i]);
+  }
+}
+__device__ inline void store_element(float value, void* data, DType dtype, int64_t at) {
+  store_elements({value}, data, dtype, at);
 }
 
 // Products of one key with one query row. Everything 16-byte aligned; q_split: even channels before odd ones, as

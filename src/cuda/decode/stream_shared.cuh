@@ -6,7 +6,7 @@
 namespace fold::cuda {
 
 constexpr int kStages = 2;    ///< tiles on their way to a scan warp
-constexpr int kMaxChunk = 8;  ///< tiles that a scan warp takes at once
+constexpr int kPlaces = 16;   ///< tiles looked up at once in the block table
 constexpr int kBatch = 16;    ///< candidates that are read deeper at once
 constexpr int kListed = 128;  ///< candidates that a scan warp may hold, more than a tile's and two batches' less one
 constexpr int kMembers = 2;   ///< value warps that share a block's channels
@@ -28,12 +28,14 @@ constexpr int kDeeperShift = 16;  ///< what the block's outliers add to V's gate
 template <int D, int Quads>
 struct StreamShared {
   static constexpr int kRows = 4 * Quads;
-  static constexpr int kCtas = Quads == 1 ? 2 : 1;       ///< a multiprocessor
-  static constexpr int kScanWarps = Quads == 1 ? 6 : 8;  ///< more would leave them too few registers
+  static constexpr int kCtas = Quads == 1 ? 2 : 1;                         ///< a multiprocessor
+  static constexpr int kScanWarps = Quads == 1 ? 6 : Quads == 2 ? 12 : 8;  ///< more would leave them too few registers
   static constexpr int kKinds = Quads == 1 ? 1 : 2;  ///< of value warps: for all planes, or for nibbles and for bytes
   static constexpr int kValueWarps = kKinds * kMembers;
   static constexpr int kThreads = 32 * (kScanWarps + kValueWarps);
-  static constexpr int kNibbleBlocks = Quads == 1 ? 4 : 6, kByteBlocks = Quads == 1 ? 3 : 4;
+  static constexpr int kPairs = D / 64,
+                       kFragments = 1 + 2 * kPairs;  ///< of a query: level 0 has one, the others a pair
+  static constexpr int kNibbleBlocks = Quads == 1 ? 4 : 6, kByteBlocks = Quads == 1 ? 3 : Quads == 2 ? 6 : 4;
   // Else a warp could be two rounds of the ring ahead of another, which a barrier's parity does not tell from none.
   static_assert(kQueueBlock * kByteBlocks >= kScanWarps * kBatch && kNibbleBlocks >= kByteBlocks);
 
@@ -49,11 +51,10 @@ struct StreamShared {
     uint8_t k_h[kTile * D / 2];
     uint16_t k_scale[kTile], v_scale[kTile], bound[8];
     Place place;
-    int tile;  // -1: there is none
   };
   struct Scan {
     Stage stage[kStages];
-    Place place[kMaxChunk];    // of the chunk
+    Place place[kPlaces];      // of the warp's tiles to come
     uint4 k_b[2][D / 64][32];  // a batch's rows of plane b: what each lane asked for of its two keys
     Candidate listed[kListed];
     unsigned long long den[Quads][32];  // of a lane's keys whose V is read
@@ -68,14 +69,12 @@ struct StreamShared {
   alignas(128) uint8_t nibble_rows[kNibbleBlocks][kQueueBlock * D], byte_rows[kByteBlocks][kQueueBlock * D];
   RowQueue<kRows, kNibbleBlocks> nibbles;
   RowQueue<kRows, kByteBlocks> bytes_of_v;
-  uint4 level_0[Quads][32];  // query fragments by lane
-  uint4 level_1[Quads][D / 64][32], level_2[Quads][D / 64][32];
+  uint4 fragment[Quads][kFragments][32];  // of the queries, by lane: level 0's, level 1's, level 2's
   Row row[kRows];
   Offsets offsets;
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
-  int scanning;   // scan warps at work
-  unsigned done;  // tiles
+  int scanning;  // scan warps at work
   int tiles_of_page;
   unsigned per_page;  // 2^31 over that, rounded up: exact for every tile there can be
   int loud;           // whether some row may drop a weight of 2^22 or more

@@ -33,10 +33,11 @@ class RangeSummer {
   __device__ RangeSummer(const Step& step, const RangeTask& task, SumShared<D>& shared)
       : p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
 
+  static constexpr bool kTail = true;
+  static constexpr bool kStartsEarly = false;  ///< before the references are declared
   static constexpr int kThreads = kSumThreads, kCtas = 1;
-  static constexpr bool kTakesTiles = false;  ///< but a range of them
 
-  __device__ unsigned run() {
+  __device__ void run() {
     const int tile_begin = task_.tiles.begin, tile_end = task_.tiles.end;
     const int part = task_.row_end - task_.row_begin;
     for (int i = threadIdx.x; i < part * D; i += kSumThreads) {
@@ -54,7 +55,6 @@ class RangeSummer {
     }
     __syncthreads();
     publish(bytes, values);
-    return 1;
   }
 
  private:
@@ -246,7 +246,7 @@ class RangeSummer {
     const int part = task_.row_end - task_.row_begin;
     for (int i = threadIdx.x; i < part * D; i += kSumThreads) {
       const unsigned long long num = s_.num[i / D][i % D] << 8;
-      if (num != 0) atomicAdd(&g.num[task_.row_begin * D + i], num);
+      if (num != 0) ptx::add_global(&g.num[task_.row_begin * D + i], num);
     }
     if (task_.fit_mark > 0) {
       const plan::HeadPage page = page_of(p_, task_.batch, task_.kv_head, task_.fit_mark - 1);
@@ -255,13 +255,13 @@ class RangeSummer {
         const int8_t* direction = in + i % numerics::kRank * D;
         long long t = 0;
         for (int c = 0; c < D; ++c) t += direction[c] * s_.code_sum[i / numerics::kRank][c];
-        if (t != 0) atomicAdd(&g.t[task_.row_begin * numerics::kRank + i], static_cast<unsigned long long>(t));
+        if (t != 0) ptx::add_global(&g.t[task_.row_begin * numerics::kRank + i], static_cast<unsigned long long>(t));
       }
     }
     for (int r = threadIdx.x; r < part; r += kSumThreads) {
       add_row_sums(task_, task_.row_begin + r, {s_.den[r], s_.mass[r], s_.dropped[r], values, s_.peak[r]});
     }
-    if (threadIdx.x == 0 && task_.row_begin == 0) atomicAdd(&g.head->bytes, bytes);
+    if (threadIdx.x == 0 && task_.row_begin == 0) ptx::add_global(&g.head->bytes, bytes);
   }
 
   const plan::DecodeParams& p_;

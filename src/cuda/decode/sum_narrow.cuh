@@ -79,7 +79,8 @@ class NarrowSummer {
  public:
   using Shared = NarrowShared<D, Quads>;
 
-  __device__ NarrowSummer(const Step& step, const RangeTask& task, Shared& shared)
+  // Both are in shared memory: told that they are apart, the compiler gets by with its registers.
+  __device__ NarrowSummer(const Step& step, const RangeTask& __restrict__ task, Shared& __restrict__ shared)
       : p_(step.params),
         task_(task),
         s_(shared),
@@ -90,10 +91,11 @@ class NarrowSummer {
         g_(lane_ / 4),
         c_(lane_ % 4) {}
 
+  static constexpr bool kTail = true;
+  static constexpr bool kStartsEarly = false;  ///< before the references are declared
   static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3;
-  static constexpr bool kTakesTiles = false;  ///< but a range of them
 
-  __device__ unsigned run() {
+  __device__ void run() {
     const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
     start(tile_begin, tile_end);
     for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {
@@ -123,7 +125,6 @@ class NarrowSummer {
       if (scored % (kFlushChunks * kChunkTiles) == 0 || tile + kChunkTiles >= tile_end) flush();
     }
     publish();
-    return 1;
   }
 
  private:
@@ -914,7 +915,7 @@ class NarrowSummer {
       const int r = i / D;
       if ((task_.active >> r & 1) == 0) continue;
       const unsigned long long sum = num[i] - (s_.value_mass[r] << 15) + (s_.half_mass[r] << 7);
-      if (sum != 0) atomicAdd(&g.num[i], sum << 8);
+      if (sum != 0) ptx::add_global(&g.num[i], sum << 8);
     }
     if (task_.fit_mark > 0) {
       const plan::HeadPage page = page_of(p_, task_.batch, task_.kv_head, task_.fit_mark - 1);
@@ -942,7 +943,7 @@ class NarrowSummer {
           mine = lane_ == j ? sum : mine;
         }
         if (mine == 0) continue;
-        atomicAdd(&g.t[r * numerics::kRank + warp_ * kMine + lane_], static_cast<unsigned long long>(mine));
+        ptx::add_global(&g.t[r * numerics::kRank + warp_ * kMine + lane_], static_cast<unsigned long long>(mine));
       }
     }
     __syncthreads();
@@ -953,7 +954,7 @@ class NarrowSummer {
     if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
       add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
     }
-    if (threadIdx.x == 0) atomicAdd(&task_.g.head->bytes, s_.bytes);
+    if (threadIdx.x == 0) ptx::add_global(&task_.g.head->bytes, s_.bytes);
     if (lane_ == 0) {
       ptx::invalidate_barrier(ptx::shared_address(&w_.barrier));
     }

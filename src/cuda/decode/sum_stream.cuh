@@ -12,43 +12,42 @@
 // rows leave room for two CTAs a multiprocessor, so that one starts or ends while the other scans.
 namespace fold::cuda {
 
-/// The lane's words 2 pair and 2 pair + 1 of levels 1 and 2's query fragments, of rows 4 t ..
-template <int D, int Quads>
-__device__ void load_fragment(uint64_t active, const GroupState& g, StreamShared<D, Quads>& shared, int t, int pair,
-                              int lane) {
-  const int c = lane % 4, row = 4 * t + lane / 8;
-  const bool low_plane = lane / 4 % 2 != 0;
-  uint4 level_1{}, level_2{};
-  if ((active >> row & 1) != 0) {
-    const auto word = [&](const int8_t* plane, int at) {
-      return reinterpret_cast<const uint32_t*>(plane + row * D)[at];
-    };
-    const int at = c * (D / 32) + 2 * pair;
-    const int8_t *const split = low_plane ? g.b_split : g.a_split, *const whole = low_plane ? g.b : g.a;
-    level_1 = {word(split, at), word(split, D / 8 + at), word(split, at + 1), word(split, D / 8 + at + 1)};
-    level_2 = {word(whole, 2 * at), word(whole, 2 * at + 1), word(whole, 2 * at + 2), word(whole, 2 * at + 3)};
-  }
-  shared.level_1[t][pair][lane] = level_1;
-  shared.level_2[t][pair][lane] = level_2;
-}
-
-/// The lane's words of level 0's: of even channels, then of odd ones; even words in even columns.
+/// The lane's words of a query row's fragment (StreamShared::fragment). Level 0: of even channels, then of odd ones;
+/// even words in even columns.
 template <int D>
-__device__ uint4 level_0_fragment(uint64_t active, const GroupState& g, int t, int lane) {
-  const int row = 4 * t + lane / 8;
-  if ((active >> row & 1) == 0) return {};
-  const auto* const split = reinterpret_cast<const uint32_t*>(g.a_split + row * D);
-  const int at = lane % 4 * (D / 32) + lane / 4 % 2, second = D == 128 ? at + 2 : at;
-  return {split[at], split[second], split[D / 8 + at], split[D / 8 + second]};
+__device__ uint4 fragment_of(const GroupState& g, int row, int fragment, int lane) {
+  constexpr int kPairs = D / 64;
+  const int c = lane % 4;
+  const bool odd_column = lane / 4 % 2 != 0;
+  const bool whole = fragment > kPairs;
+  const int pair = fragment == 0 ? 0 : (fragment - 1) % kPairs;
+  const int8_t* const plane = whole ? (odd_column ? g.b : g.a) : fragment > 0 && odd_column ? g.b_split : g.a_split;
+  const auto* const words = reinterpret_cast<const uint32_t*>(plane + row * D);
+  const int at = c * (D / 32) + 2 * pair;
+  if (whole) return {words[2 * at], words[2 * at + 1], words[2 * at + 2], words[2 * at + 3]};
+  if (fragment > 0) return {words[at], words[D / 8 + at], words[at + 1], words[D / 8 + at + 1]};
+  const int first = at + odd_column, second = D == 128 ? first + 2 : first;
+  return {words[first], words[second], words[D / 8 + first], words[D / 8 + second]};
 }
 
-/// Constants and fragments of the queries, and sums of zero.
+/// Waits for what was declared of the group: fragments and constants of its queries, and sums of zero. Everything is
+/// loaded at once, before it is known which rows are active.
 template <int D, int Quads>
-__device__ __noinline__ void load_queries(const RangeTask& task, StreamShared<D, Quads>& shared) {
-  constexpr int kRows = 4 * Quads, kPairs = D / 64;
-  for (int r = threadIdx.x; r < kRows; r += StreamShared<D, Quads>::kThreads) {
-    const bool active = (task.active >> r & 1) != 0;
-    const RowState state = active ? task.g.rows[r] : RowState{.z = INFINITY};
+__device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads>& shared) {
+  using Shared = StreamShared<D, Quads>;
+  join_task(task);
+  const int r = static_cast<int>(threadIdx.x), last = task.rows - 1;
+  RowState state{};
+  if (r < Shared::kRows) state = task.g.rows[min(r, last)];
+#pragma unroll 1
+  for (int i = r; i < Quads * Shared::kFragments * 32; i += Shared::kThreads) {
+    const int lane = i % 32, fragment = i / 32 % Shared::kFragments, t = i / 32 / Shared::kFragments;
+    shared.fragment[t][fragment][lane] = fragment_of<D>(task.g, min(4 * t + lane / 8, last), fragment, lane);
+  }
+  __syncthreads();  // it is known now
+  if (r < Shared::kRows) {
+    const bool active = r <= last && (task.active >> r & 1) != 0;
+    if (!active) state = {.z = INFINITY};  // asks for nothing, weighs nothing
     shared.row[r] = {.sum_a = static_cast<float>(state.sum_a),
                      .unit_0 = unit_of_level(state.e_q, 0),
                      .neg_z = -state.z,
@@ -69,13 +68,6 @@ __device__ __noinline__ void load_queries(const RangeTask& task, StreamShared<D,
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
   }
-  for (int i = threadIdx.x; i < Quads * 32; i += StreamShared<D, Quads>::kThreads) {
-    shared.level_0[i / 32][i % 32] = level_0_fragment<D>(task.active, task.g, i / 32, i % 32);
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < Quads * kPairs * 32; i += StreamShared<D, Quads>::kThreads) {
-    load_fragment(task.active, task.g, shared, i / (kPairs * 32), i / 32 % kPairs, i % 32);
-  }
   __syncthreads();
 }
 
@@ -84,28 +76,24 @@ class StreamSummer {
  public:
   using Shared = StreamShared<D, Quads>;
   static constexpr int kThreads = Shared::kThreads, kCtas = Shared::kCtas;
-  static constexpr bool kTakesTiles = true;
-  static constexpr int kWarps = Shared::kScanWarps;  ///< that take tiles
+  static constexpr bool kTail = false;
+  static constexpr bool kStartsEarly = true;  ///< before the references are declared
 
-  __device__ StreamSummer(const Step& step, const RangeTask& task, Shared& shared)
-      : step_(step), task_(task), s_(shared), warp_(__shfl_sync(kWarp, threadIdx.x / 32, 0)) {}
+  __device__ StreamSummer(const Step& step, RangeTask& task, Shared& shared) : step_(step), task_(task), s_(shared) {}
 
-  /// Returns how many tiles it has summed, to thread 0.
-  __device__ unsigned run() {
+  __device__ void run() {
     init();
-    if (warp_ < Shared::kScanWarps) {
-      ScanWarp<D, Quads> scan(step_, task_, s_, warp_);
-      scan.start();
-      load_queries<D, Quads>(task_, s_);
-      scan.run();
+    const int warp = __shfl_sync(kWarp, threadIdx.x / 32, 0);
+    if (warp < Shared::kScanWarps) {
+      ScanWarp<D, Quads> scan(step_, task_, s_, warp);
+      scan.run([&] { load_queries<D, Quads>(task_, s_); });
       close_queues();
     } else {
       load_queries<D, Quads>(task_, s_);
-      run_value_warp<D, Quads>(step_, task_, s_, warp_ - Shared::kScanWarps);
+      run_value_warp<D, Quads>(step_, task_, s_, warp - Shared::kScanWarps);
     }
     __syncthreads();
     publish();
-    return s_.done;
   }
 
  private:
@@ -130,15 +118,15 @@ class StreamSummer {
           (0x80000000u + static_cast<unsigned>(s_.tiles_of_page) - 1) / static_cast<unsigned>(s_.tiles_of_page);
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
-      s_.done = 0;
       s_.values = s_.bytes = 0;
-      s_.nibbles.init(kMembers);
-      s_.bytes_of_v.init(kMembers);
-      for (auto& of_warp : s_.barrier) {
-        for (uint64_t& barrier : of_warp) ptx::init_barrier(ptx::shared_address(&barrier));
-      }
-      ptx::fence_barrier_init();
     }
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (warp == 0 && lane < Shared::kScanWarps * kStages) {
+      ptx::init_barrier(ptx::shared_address(s_.barrier[0] + lane));
+    }
+    if (warp == 1) s_.nibbles.init(lane, kMembers);
+    if (warp == 2) s_.bytes_of_v.init(lane, kMembers);
+    ptx::fence_barrier_init();
     __syncthreads();
   }
 
@@ -166,27 +154,27 @@ class StreamSummer {
       const int r = i / D;
       const unsigned long long sum =
           s_.num[0][r][i % D] + s_.num[1][r][i % D] + (s_.half_mass[r] << 7) - (s_.mass[r] << 15);
-      if ((task_.active >> r & 1) != 0 && sum != 0) atomicAdd(&task_.g.num[i], sum << 8);
+      if ((task_.active >> r & 1) != 0 && sum != 0) ptx::add_global(&task_.g.num[i], sum << 8);
     }
     if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
       add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
     }
-    if (threadIdx.x == 0) {
-      atomicAdd(&task_.g.head->bytes, s_.bytes);
-      s_.nibbles.invalidate();
-      s_.bytes_of_v.invalidate();
-      for (auto& of_warp : s_.barrier) {
-        for (uint64_t& barrier : of_warp) ptx::invalidate_barrier(ptx::shared_address(&barrier));
-      }
+    if (threadIdx.x == 0) ptx::add_global(&task_.g.head->bytes, s_.bytes);
+    if (!step_.again) return;
+    // Another item may follow, whose first tiles arrive in the place of the numerators.
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (warp == 0 && lane < Shared::kScanWarps * kStages) {
+      ptx::invalidate_barrier(ptx::shared_address(s_.barrier[0] + lane));
     }
-    ptx::fence_async();  // the next visit's first tiles arrive in the place of the numerators
+    if (warp == 1) s_.nibbles.invalidate(lane);
+    if (warp == 2) s_.bytes_of_v.invalidate(lane);
+    ptx::fence_async();
     __syncthreads();
   }
 
   const Step& step_;
-  const RangeTask& task_;
+  RangeTask& task_;
   Shared& s_;
-  const int warp_;
 };
 
 }  // namespace fold::cuda

@@ -54,15 +54,18 @@ class PlaneSums {
     multiply(adding_);
     adding_ = next(adding_);
     if (++added_ % kFlushBlocks != 0) return;
-    for_sums([&](int r, int channel, unsigned long long sum) {
-      if ((task_.active >> r & 1) != 0 && sum != 0) atomicAdd(&task_.g.num[r * D + channel], sum << 8);
+    const uint64_t active = task_.active >> c_;
+    unsigned long long* const num = task_.g.num;
+    for_sums([&](int t, int at, long long sum) {
+      if ((active >> 4 * t & 1) != 0) ptx::add_global(num + at, static_cast<unsigned long long>(sum) << 8);
     });
     clear();
   }
 
   /// Hands the sums over, once every queue is closed.
   __device__ void finish() {
-    for_sums([&](int r, int channel, unsigned long long sum) { s_.num[kNibbles ? 0 : 1][r][channel] = sum; });
+    unsigned long long* const num = s_.num[kNibbles ? 0 : 1][0];
+    for_sums([&](int, int at, long long sum) { num[at] = static_cast<unsigned long long>(sum); });
   }
 
  private:
@@ -183,13 +186,14 @@ class PlaneSums {
 
   /// Of the products by weight bytes, in two of their rows: g (half 0) and g + 8.
   __device__ static long long joined(const int (&sum)[2][4], int half) {
-    const long long low = sum[0][2 * half] + 256ll * sum[0][2 * half + 1];
-    return low + 65536 * (sum[1][2 * half] + 256ll * sum[1][2 * half + 1]);
+    return sum[0][2 * half] + 0x100ll * sum[0][2 * half + 1] + 0x10000ll * sum[1][2 * half] +
+           0x1000000ll * sum[1][2 * half + 1];
   }
 
-  /// f(query row, channel, sum) of all that the lane holds.
+  /// f(t, at, sum) of all that the lane holds. at: of (4 t + c, channel) in (rows, D), from one address by constants.
   template <class F>
   __device__ void for_sums(F f) const {
+    const int first = c_ * D + 16 * kTilesM * member_ + (kNibbles ? 4 : 2) * g_;
 #pragma unroll
     for (int t = 0; t < Quads; ++t) {
 #pragma unroll
@@ -197,9 +201,8 @@ class PlaneSums {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const long long sum = joined(sum_[m][t], half);
-          const int tile = member_ * kTilesM + m;
-          const int channel = kNibbles ? 32 * (tile / 2) + 4 * g_ + 2 * (tile % 2) + half : 16 * tile + 2 * g_ + half;
-          f(4 * t + c_, channel, static_cast<unsigned long long>(kNibbles ? 256 * sum : sum));
+          f(t, first + (4 * t * D + (kNibbles ? 32 * (m / 2) + 2 * (m % 2) : 16 * m) + half),
+            kNibbles ? 256 * sum : sum);
         }
       }
     }

@@ -21,8 +21,16 @@ struct Visible {
   __device__ int physical(int logical) const {
     if (logical < draft) return logical;
     uint64_t rest = path;
+#pragma unroll 1
     for (int i = draft; i < logical; ++i) rest &= rest - 1;
     return draft + __ffsll(static_cast<long long>(rest)) - 1;
+  }
+
+  /// Whether a key of the cache is visible.
+  __device__ bool sees(int key) const {
+    if (key < draft) return key >= first && key <= position;
+    const int node = key - draft;
+    return node < 64 && (path >> node & 1) != 0 && __popcll(path & ((uint64_t{1} << node) - 1)) >= first - draft;
   }
 
   /// Whether every key of a tile is visible and none of them is a draft node.
@@ -44,6 +52,7 @@ struct Visible {
     if (low < high) mask = (~uint64_t{0} >> (kTile - (high - low))) << low;
     if (start + kTile > draft) {
       uint64_t nodes = path;
+#pragma unroll 1
       for (int skip = first - draft; skip > 0; --skip) nodes &= nodes - 1;  // nodes before the window
       const int shift = draft - start;
       mask |= shift >= 0 ? nodes << shift : shift > -kTile ? nodes >> -shift : 0;
