@@ -49,7 +49,7 @@ struct DecodeResults {
   TensorView dropped_mass;   ///< (B, T, H) f32, contiguous: share of the denominator held by dropped keys
   TensorView recomputed;  ///< (B, T, H) u8, contiguous: 1 where the reference or the value grid was wrong and the row
                           ///< ran again
-  TensorView bytes_read;  ///< (B, T, HK) i64, contiguous: cache bytes the token's rows needed
+  TensorView bytes_read;  ///< (B, T, HK) i64, contiguous: cache bytes the token's rows needed; any if all are NaN
 };
 
 FOLD_API void decode(const CacheStorage& cache, const DecodeArgs& args, const DecodeResults& results);

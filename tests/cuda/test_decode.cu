@@ -186,6 +186,17 @@ TEST_P(DecodeDevice, ShallowDepths) {
   }
 }
 
+TEST_P(DecodeDevice, PoisonStaysWithItsRows) {
+  for (const int64_t group : {1, 4, 7, 12, 16}) {
+    SCOPED_TRACE("group " + std::to_string(group));
+    Case c = plain();
+    c.group = group;
+    c.lengths = {1, 5, 70, 1100};
+    c.poisoned = true;
+    compare(c);
+  }
+}
+
 TEST_P(DecodeDevice, ExtremeQueries) {
   for (const float scale : {0.0f, 1e-30f, 100.0f, 1e4f, 1e30f}) {
     SCOPED_TRACE("scale " + std::to_string(scale));

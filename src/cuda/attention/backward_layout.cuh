@@ -68,8 +68,8 @@ struct Args {
   float lse_unit;                 // turns a natural log-sum-exp into units of scale2
 
   // What a key tile is multiplied with is walked in at most so many parts, each with sums of dK and dV of its own where
-  // there is more than one: for heads so few that their key tiles do not fill the device, or are a few long ones. A
-  // function of head counts alone.
+  // there is more than one: for heads so few that their key tiles do not fill the device, or are a few long ones. Of
+  // head counts, and dense of the lengths, alone.
   int parts;
   int units;              // of work over a key tile: KV heads and parts, dense: of all sequences
   int section, sections;  // dense: units whose tiles run at the same time; the last section has what is left, too
@@ -155,8 +155,8 @@ __host__ __device__ inline TileRange tiles_seeing(const Args& a, const Sequence&
 }
 
 /// Parts in which a key tile is walked that these rows of a KV head's query heads see: so many that the sequence makes
-/// about kTasks tasks of one length, of kFewest tiles at least. Beside a.parts a function of the sequence's own
-/// lengths, so that its bits do not depend on its neighbours.
+/// about kTasks tasks of one length, of kFewest tiles at least. A function of head counts, windows and the
+/// sequence's own lengths, so that its bits do not depend on its neighbours.
 template <int D>
 __host__ __device__ inline int parts_of(const Args& a, const Sequence& s, TileRange rows) {
   constexpr int kKeys = Tiles<D>::kKeys;

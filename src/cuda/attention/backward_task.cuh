@@ -18,7 +18,7 @@ struct Task {
   TileRange rows;              // that see a key
   int plain, plain_end;        // of those, where every row sees every key
   int first_head, first_tile;  // of query rows, where the part begins
-  int steps;                   // tiles of all query heads; -1: no task
+  int steps;                   // tiles of the part; -1: no task
   float scale2;                // Args::scale2: a register, not a load from constant memory for each element
 };
 

@@ -39,7 +39,7 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned before = atomicAdd(&task.g.head->arrivals, 1u);
-    last = before + 1 == static_cast<unsigned>(step.parts * item.splits);
+    last = before + 1 == static_cast<unsigned>(step.parts * step.splits);
     __threadfence();
   }
   __syncthreads();
@@ -74,12 +74,8 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
   if (task.seen != 0) end_item<D, Summer::kTail>(step, item, task);
 }
 
-/// That of the CTA's number. There is one.
-__device__ bool own_item(const Step& step, Item& item) {
-  const int at = static_cast<int>(blockIdx.x), per_group = step.parts * step.splits;
-  item = {at / per_group, at % per_group / step.splits, at % step.splits, step.splits};
-  return true;
-}
+/// The n-th item of a group.
+__device__ Item item_of(const Step& step, int group, int n) { return {group, n / step.splits, n % step.splits}; }
 
 /// The next item of a group that runs again, if there is one before all of those are finished. Waiting CTAs wait for
 /// running ones only, since an item belongs to whoever took it: no CTA has to be resident for others to get on.
@@ -94,8 +90,7 @@ __device__ bool take_item(const Step& step, Item& item) {
   while (*open != 0) {
     const int group = entry < step.workspace.groups * Workspace::kReruns ? entries[entry] : -1;
     if (group >= 0) {
-      const auto at = static_cast<int>(n % per_group);
-      item = {group, at / step.splits, at % step.splits, step.splits};
+      item = item_of(step, group, static_cast<int>(n % per_group));
       __threadfence();  // what led to it is seen
       return true;
     }
@@ -119,7 +114,11 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   __shared__ bool more;
   if (step.again) ptx::wait_for_earlier_kernels();
   while (true) {
-    if (threadIdx.x == 0) more = step.again ? take_item(step, item) : own_item(step, item);
+    if (threadIdx.x == 0) {
+      const int number = static_cast<int>(blockIdx.x), per_group = step.parts * step.splits;
+      item = item_of(step, number / per_group, number % per_group);
+      more = !step.again || take_item(step, item);
+    }
     __syncthreads();
     if (!more) return;
     run_item<D, Summer>(step, item, task, shared);
@@ -152,16 +151,18 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   // Beside it the kernel's own variables and what CUDA keeps for itself.
   static_assert(Summer::kCtas * (kShared + 512 + 1024) <= 228 * 1024, "shared memory of a Hopper multiprocessor");
   const int64_t groups = step.workspace.groups, ctas = int64_t{multiprocessors} * Summer::kCtas;
-  step.splits = step.params.splits > 0
-                    ? std::min(step.params.splits, kMostSplits)
-                    : static_cast<int>(std::clamp<int64_t>(ctas / (groups * step.parts), 1, kMostSplits));
+  const auto tiles = std::max<int64_t>(step.max_pages * step.params.cache.layout.page_size / kTile, 1);
+  const auto splits = [&](int64_t wanted, int most) {
+    return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
+  };
+  step.splits = splits(step.params.splits > 0 ? step.params.splits : ctas / (groups * step.parts), kMostSplits);
   launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D>), true}, stream, "decode, prepare",
                 step);
   launch_kernel(step_kernel<D, How>, {groups * step.parts * step.splits, Summer::kThreads, kShared, true}, stream,
                 "decode", step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
   step.again = true;
-  step.splits = kRerunSplits;
+  step.splits = splits(kRerunSplits, kRerunSplits);
   launch_kernel(step_kernel<D, How>, {ctas, Summer::kThreads, kShared, true}, stream, "decode, second runs", step);
 }
 

@@ -7,7 +7,7 @@ namespace fold::cuda {
 
 /// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
 struct Item {
-  int group, part, split, splits;  // the part-th of step.parts ranges of rows, the split-th of so many of tiles
+  int group, part, split;  // the part-th of step.parts ranges of rows, the split-th of step.splits of tiles
 };
 
 /// What a CTA knows about its item.
@@ -37,7 +37,7 @@ __device__ inline bool start_task(const Step& step, const Item& item, RangeTask&
   task.row_end = task.rows * (item.part + 1) / step.parts;
   task.outliers = 1;
   const TileRange all = tiles_within(task.visible, p.key_begin, p.key_end);
-  const int tiles = all.end - all.begin, each = tiles / item.splits, more = tiles % item.splits;
+  const int tiles = all.end - all.begin, each = tiles / step.splits, more = tiles % step.splits;
   task.tiles.begin = all.begin + each * item.split + min(item.split, more);
   task.tiles.end = task.tiles.begin + each + (item.split < more);
   return true;
@@ -48,7 +48,12 @@ __device__ inline void join_task(RangeTask& task) {
   ptx::wait_for_earlier_kernels();
   if (threadIdx.x != 0) return;
   const GroupHead head = *task.g.head;
-  task.active = head.seen != 0 ? head.active : 0;
+  if (head.seen == 0) {  // nothing else of it is written
+    task.active = 0;
+    task.seen = task.typical = task.outliers = 0;
+    return;
+  }
+  task.active = head.active;
   task.nan = head.nan;
   task.recomputed = head.recomputed;
   task.run = head.run;

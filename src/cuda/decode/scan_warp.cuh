@@ -57,7 +57,7 @@ class ScanWarp {
     if (n >= tiles_) return {0, 0};
     const int in_table = static_cast<int>(static_cast<uint64_t>(tile(n)) * s_.per_page >> 31);
     // A page that does not exist makes for nonsense, which nobody asks for.
-    const auto id = static_cast<unsigned>(__ldg(p_.block_table + task_.batch * p_.block_table_stride + in_table));
+    const auto id = static_cast<unsigned>(__ldcg(p_.block_table + task_.batch * p_.block_table_stride + in_table));
     return {static_cast<int>(min(id, static_cast<unsigned>(p_.cache.num_pages - 1))),
             (tile(n) - in_table * s_.tiles_of_page) * kTile};
   }

@@ -34,10 +34,11 @@ struct StreamShared {
   static constexpr int kValueWarps = kKinds * kMembers;
   static constexpr int kThreads = 32 * (kScanWarps + kValueWarps);
   static constexpr int kPairs = D / 64,
-                       kFragments = 1 + 2 * kPairs;  ///< of a query: level 0 has one, the others a pair
+                       kFragments = 1 + 2 * kPairs;  ///< of a query: level 0 has one, the others kPairs
   static constexpr int kNibbleBlocks = Quads == 1 ? 4 : 6, kByteBlocks = Quads == 1 ? 3 : Quads == 2 ? 6 : 4;
   // Else a warp could be two rounds of the ring ahead of another, which a barrier's parity does not tell from none.
   static_assert(kQueueBlock * kByteBlocks >= kScanWarps * kBatch && kNibbleBlocks >= kByteBlocks);
+  static_assert(kScanWarps * kStages <= 32);  // barriers, which a warp initialises
 
   struct Row {  // constants of a query row
     float sum_a, unit_0, neg_z, margin, k_l, k_b, v_h, v_l, v_b;

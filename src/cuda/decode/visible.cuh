@@ -80,13 +80,15 @@ __device__ inline TileRange tiles_within(const Visible& v, int64_t key_begin, in
   return {static_cast<int>(begin), static_cast<int>(end)};
 }
 
-/// False if the token sees no key.
+/// False if the token sees no key. Read past L1: it may be before the kernels before have been waited for.
 __device__ inline bool find_visible(const plan::DecodeParams& p, int batch, int token, Visible& v) {
-  const int length = p.seqlens[batch];
-  const int q_len = p.q_lens != nullptr ? p.q_lens[batch] : static_cast<int>(p.tokens);
+  const int length = __ldcg(p.seqlens + batch);
+  const int q_len = p.q_lens != nullptr ? __ldcg(p.q_lens + batch) : static_cast<int>(p.tokens);
   if (token >= q_len || length < q_len) return false;
   v.draft = length - q_len;
-  v.path = p.tree != nullptr ? p.tree[batch * p.tree_stride + token] : 0;
+  v.path = p.tree != nullptr
+               ? __ldcg(reinterpret_cast<const unsigned long long*>(p.tree) + batch * p.tree_stride + token)
+               : 0;
   if (p.tree == nullptr) {  // a chain needs no mask: logical and physical keys agree everywhere
     v.position = v.draft + token;
     v.draft = v.position + 1;

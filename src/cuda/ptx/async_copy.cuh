@@ -70,9 +70,6 @@ __device__ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, 
 /// barrier has told them.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// Brings a line into L2.
-__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
 /// 4 bytes.
 __device__ inline void copy_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

@@ -21,7 +21,6 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
   emu::bulk_copy(to, from, bytes, barrier, where);
 }
 inline void fence_async() {}
-inline void prefetch(const void*) {}
 inline void copy_4(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 4, 4, where); }
 inline void copy_16(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 16, 16, where); }
 inline void copy_16_or_zero(uint32_t to, const void* from, bool kept, EMU_WHERE) {
