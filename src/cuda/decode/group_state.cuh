@@ -108,6 +108,16 @@ struct Step {
   int64_t max_pages;  // columns of the block table
 };
 
+/// What a group's index stands for. token: of the request.
+struct GroupPlace {
+  int batch, token, kv_head;
+};
+__device__ inline GroupPlace place_of_group(const Step& step, int group) {
+  const int kv_heads = static_cast<int>(step.params.cache.layout.n_kv_heads),
+            tokens = static_cast<int>(step.params.tokens);
+  return {group / kv_heads / tokens, group / kv_heads % tokens, group % kv_heads};
+}
+
 /// False: the token sees no key, or keys past the table.
 __device__ inline bool find_visible(const Step& step, int batch, int token, Visible& v) {
   const plan::CacheView& cache = step.params.cache;

@@ -21,7 +21,8 @@ struct PrepareShared {
   float logits[kPreparedRows][kScoredKeys];
   RowState rows[kPreparedRows];
   unsigned largest_scale, largest_bound;
-  int exponents, settled, keys, position;
+  int exponents, settled;
+  int keys, position;      // of Visible, which takes too many registers to be kept
   unsigned long long nan;  // rows
 };
 
@@ -229,8 +230,8 @@ __device__ inline numerics::Reference declare(const float* logits, const Scored&
 template <int D>
 __device__ void write_unseen(const Step& step, int index) {
   const plan::DecodeParams& p = step.params;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), kv_head = index % kv_heads;
-  const int64_t token = index / kv_heads, batch = token / p.tokens, t = token % p.tokens;
+  const auto [batch, t, kv_head] = place_of_group(step, index);
+  const int64_t token = batch * p.tokens + t;
   const int rows = step.workspace.rows;
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * D; i += blockDim.x) {
@@ -301,8 +302,7 @@ __device__ void declare_row(const Step& step, int group, int r, int slot, Prepar
 template <int D>
 __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& shared) {
   const plan::DecodeParams& p = step.params;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), tokens = static_cast<int>(p.tokens);
-  const int kv_head = index % kv_heads, token = index / kv_heads % tokens, batch = index / kv_heads / tokens;
+  const auto [batch, token, kv_head] = place_of_group(step, index);
   const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   // The last warps begin with the queries, the first ones with the keys.
   const int slot = kPreparedRows - 1 - warp;
@@ -316,14 +316,13 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   const Scored scored = scored_of(n);
   const int first = thread / kScoredKeys, i = thread % kScoredKeys;
   int physical = 0, id = -1;
-  const int page_size = static_cast<int>(p.cache.layout.page_size);
   if (i < scored.all) {
     const int logical = scored.rest == 0      ? v.first + i
                         : i < scored.samples  ? v.first + static_cast<int>(numerics::sample_key(i, scored.rest))
                         : i == scored.samples ? v.first
                                               : v.position - numerics::kNewest + (i - scored.samples);
     physical = v.physical(logical);
-    id = p.block_table[batch * p.block_table_stride + physical / page_size];
+    id = page_id(p, batch, physical);
   }
   if (thread == 0) {
     shared.keys = n;
@@ -331,7 +330,7 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
   }
   ScoredKey key{0, -1};
-  if (in_pool(p, id)) key = send_key(p, id, kv_head, physical % page_size, i, first == 0, shared);
+  if (in_pool(p, id)) key = send_key(p, id, kv_head, slot_of(p, physical), i, first == 0, shared);
   if (!survey_group(step, v, batch, kv_head, shared)) return false;
 #pragma unroll 1
   for (int row = 0; row < rows; row += kPreparedRows) {

@@ -25,11 +25,11 @@ struct RangeTask {
 /// What can be said before the group's references are declared. False: the token sees no key. One thread.
 __device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;
-  const int kv_heads = static_cast<int>(p.cache.layout.n_kv_heads), tokens = static_cast<int>(p.tokens);
+  const GroupPlace at = place_of_group(step, item.group);
   task.group = item.group;
-  task.kv_head = item.group % kv_heads;
-  task.token = item.group / kv_heads % tokens;
-  task.batch = item.group / kv_heads / tokens;
+  task.batch = at.batch;
+  task.token = at.token;
+  task.kv_head = at.kv_head;
   if (!find_visible(step, task.batch, task.token, task.visible)) return false;
   task.g = step.workspace.group(item.group);
   task.rows = step.workspace.rows;

@@ -7,11 +7,15 @@
 // whole, else key by key; and where in the pool keys are.
 namespace fold::cuda {
 
-/// The page section pointers of the page that holds a physical key.
-__device__ inline plan::HeadPage page_of(const plan::DecodeParams& p, int batch, int kv_head, int key) {
-  const int page = key / static_cast<int>(p.cache.layout.page_size);
-  return plan::head_page(p.cache, p.block_table[batch * p.block_table_stride + page], kv_head);
+/// Of the page that holds a physical key, as the block table has it.
+__device__ inline int page_id(const plan::DecodeParams& p, int batch, int key) {
+  return p.block_table[batch * p.block_table_stride + key / static_cast<int>(p.cache.layout.page_size)];
 }
+/// The section pointers of that page.
+__device__ inline plan::HeadPage page_of(const plan::DecodeParams& p, int batch, int kv_head, int key) {
+  return plan::head_page(p.cache, page_id(p, batch, key), kv_head);
+}
+/// Where in its page a physical key is.
 __device__ inline int slot_of(const plan::DecodeParams& p, int key) {
   return key % static_cast<int>(p.cache.layout.page_size);
 }
@@ -30,8 +34,7 @@ struct ScaleSurvey {
 __device__ inline void survey_scales(const Step& step, const Visible& v, int batch, int kv_head, int threads,
                                      ScaleSurvey& survey) {
   const plan::DecodeParams& p = step.params;
-  const int32_t* const table = p.block_table + batch * p.block_table_stride;
-  const int page_size = static_cast<int>(p.cache.layout.page_size), thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
   const int whole_begin = (v.first + kTile - 1) / kTile, whole_end = min(v.position + 1, v.draft) / kTile;
   constexpr int kAtOnce = 4;  // tiles whose bounds are on their way
 #pragma unroll 1
@@ -40,14 +43,13 @@ __device__ inline void survey_scales(const Step& step, const Visible& v, int bat
     uint16_t bound[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int at = min(tile + i * threads, whole_end - 1);
-      id[i] = table[at * kTile / page_size];
+      id[i] = page_id(p, batch, min(tile + i * threads, whole_end - 1) * kTile);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int key = min(tile + i * threads, whole_end - 1) * kTile;
       survey.exists &= in_pool(p, id[i]);
-      bound[i] = in_pool(p, id[i]) ? plan::head_page(p.cache, id[i], kv_head).bound[key % page_size / kTile] : 0;
+      bound[i] = in_pool(p, id[i]) ? plan::head_page(p.cache, id[i], kv_head).bound[slot_of(p, key) / kTile] : 0;
     }
 #pragma unroll 1
     for (int i = 0; i < kAtOnce && tile + i * threads < whole_end; ++i) {
@@ -62,14 +64,13 @@ __device__ inline void survey_scales(const Step& step, const Visible& v, int bat
     }
   }
   const auto key_by_key = [&](int tile) {
-    const int id = table[tile * kTile / page_size];
+    const int id = page_id(p, batch, tile * kTile);
     survey.exists &= in_pool(p, id);
     if (!in_pool(p, id)) return;
     const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
-    const uint64_t mask = v.mask(tile);
     for (int key = thread % 32; key < kTile; key += 32) {
-      if ((mask >> key & 1) == 0) continue;
-      const int at = tile * kTile % page_size + numerics::scale_slot(key);
+      if (!v.sees(tile * kTile + key)) continue;
+      const int at = slot_of(p, tile * kTile) + numerics::scale_slot(key);
       survey.largest = max(survey.largest, unsigned{page.v_scale[at]});
       if (page.k_scale[at] == numerics::kBf16Nan) survey.largest = max(survey.largest, unsigned{numerics::kBf16Nan});
     }
