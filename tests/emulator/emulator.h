@@ -57,6 +57,7 @@ bool phase_is_over(uint32_t at, uint32_t parity, Where where);
 void wait_phase(uint32_t at, uint32_t parity, Where where);
 void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, Where where);
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where);
+void arrive_when_copied(uint32_t at, Where where);
 void commit_copies();
 void wait_copies(int but, Where where);  // -1: all
 

@@ -21,13 +21,20 @@ void check_phase(Mbarrier& m) {
   wake_all(m.waiters);
 }
 
+void finish_copy(const Copy& c) {
+  std::memcpy(c.to, c.from, c.kept);
+  std::memset(c.to + c.kept, 0, c.bytes - c.kept);
+}
+
 void finish_bulk(Cta* cta, size_t i) {
   const Bulk b = cta->bulks[i];
   cta->bulks[i] = cta->bulks.back();
   cta->bulks.pop_back();
-  std::memcpy(b.to, b.from, b.bytes);
+  for (const Copy& c : b.copies) finish_copy(c);
   Mbarrier& m = mbarrier(cta, b.barrier, Where::current());
+  if (b.arrivals > m.pending) fail("more arrivals than the mbarrier's phase expects");
   m.bytes -= b.bytes;
+  m.pending -= b.arrivals;
   check_phase(m);
   ++progress;
 }
@@ -45,11 +52,6 @@ bool finish_some_bulk() {
 }
 
 namespace {
-
-void finish_copy(const Copy& c) {
-  std::memcpy(c.to, c.from, c.kept);
-  std::memset(c.to + c.kept, 0, c.bytes - c.kept);
-}
 
 /// Whether the bytes are device memory.
 void check_global(const void* p, size_t bytes, const char* what, Where where) {
@@ -136,7 +138,7 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at, Where
   Mbarrier& m = mbarrier(cta, at, where);
   if (m.bytes < bytes) fail("a bulk copy of more bytes than its mbarrier expects", where);
   std::memset(p, kGarbage ^ 0xFF, bytes);
-  cta->bulks.push_back({p, static_cast<const uint8_t*>(from), bytes, at});
+  cta->bulks.push_back({{{p, static_cast<const uint8_t*>(from), bytes, bytes, -1}}, bytes, 0, at});
 }
 
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where) {
@@ -150,6 +152,11 @@ void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Wh
     std::memset(p, kGarbage ^ 0xFF, bytes);
     me().copies.push_back(c);
   }
+}
+void arrive_when_copied(uint32_t at, Where where) {
+  mbarrier(me().cta, at, where);
+  me().cta->bulks.push_back({std::move(me().copies), 0, 1, at});
+  me().copies.clear();
 }
 void commit_copies() {
   Fiber& f = me();

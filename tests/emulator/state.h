@@ -60,10 +60,10 @@ struct Mbarrier {
   uint64_t pattern;  // what stands in its place, to see whether somebody writes there
   std::vector<Fiber*> waiters;
 };
+/// Copies that an mbarrier is told of: by their bytes, or by one arrival for all of them.
 struct Bulk {
-  uint8_t* to;
-  const uint8_t* from;
-  uint32_t bytes, barrier;
+  std::vector<Copy> copies;
+  uint32_t bytes, arrivals, barrier;
 };
 struct Cta {
   Grid* grid;

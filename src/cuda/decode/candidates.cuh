@@ -13,8 +13,9 @@ class Candidates {
  public:
   using Shared = StreamShared<D, Quads>;
 
-  __device__ Candidates(const plan::DecodeParams& p, Shared& shared, typename Shared::Scan& of_warp)
-      : p_(p), s_(shared), w_(of_warp), lane_(threadIdx.x % 32), g_(lane_ / 4), c_(lane_ % 4) {
+  /// barrier: of k_b.
+  __device__ Candidates(const plan::DecodeParams& p, Shared& shared, typename Shared::Scan& of_warp, uint32_t barrier)
+      : p_(p), s_(shared), w_(of_warp), barrier_(barrier), lane_(threadIdx.x % 32), g_(lane_ / 4), c_(lane_ % 4) {
 #pragma unroll
     for (int t = 0; t < Quads; ++t) {
       w_.den[t][lane_] = dropped_[t] = 0;
@@ -25,24 +26,28 @@ class Candidates {
   /// Lists the tile's keys `further` (bit i: key g + 8 i). Lane 4 g + c writes those of bits 2 c and 2 c + 1.
   __device__ void list(const typename Shared::Stage& stage, unsigned further, unsigned reads_low, unsigned forced,
                        unsigned likely_byte, float deeper) {
-    const unsigned mine = further >> 2 * c_;
+    const int i = 2 * c_;
+    const unsigned mine = further >> i & 3;
     const unsigned of[2] = {__ballot_sync(kWarp, (mine & 1) != 0), __ballot_sync(kWarp, (mine & 2) != 0)};
-    unsigned first = listed_;
+    const unsigned first[2] = {listed_, listed_ + __popc(of[0])};
+    listed_ = first[1] + __popc(of[1]);
+    if (mine == 0) return;
+    const auto pair = [&](const uint16_t(&scales)[kTile]) {
+      return *reinterpret_cast<const uint32_t*>(scales + 8 * g_ + i);
+    };
+    const uint32_t k_scales = pair(stage.k_scale), v_scales = pair(stage.v_scale);
+    const unsigned at = static_cast<unsigned>(stage.place.slot + g_ + 8 * i) | static_cast<unsigned>(deeper)
+                                                                                   << kDeeperShift;
+    const auto flag = [](unsigned keys, int bit, unsigned flag) { return (keys >> bit & 1) * flag; };
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int i = 2 * c_ + j, scale = 8 * g_ + i;
-      if ((mine >> j & 1) != 0) {
-        const unsigned flags =
-            (reads_low >> i & 1) * kReadsLow | (forced >> i & 1) * kForced | (likely_byte >> i & 1) * kLikelyByte;
-        w_.listed[(first + __popc(of[j] & lanes_before())) % kListed] = {
-            stage.place.page,
-            static_cast<unsigned>(stage.place.slot + g_ + 8 * i) | flags |
-                static_cast<unsigned>(deeper) << kDeeperShift,
-            stage.k_scale[scale] | static_cast<unsigned>(stage.v_scale[scale]) << 16};
-      }
-      first += __popc(of[j]);
+      if ((mine >> j & 1) == 0) continue;
+      w_.listed[(first[j] + __popc(of[j] & lanes_before())) % kListed] = {
+          stage.place.page,
+          (at + 8 * j) | flag(reads_low, i + j, kReadsLow) | flag(forced, i + j, kForced) |
+              flag(likely_byte, i + j, kLikelyByte),
+          __byte_perm(k_scales, v_scales, j == 0 ? 0x5410 : 0x7632)};
     }
-    listed_ = first;
   }
 
   /// Adds a lane's weights of row 4 t + c whose values are dropped.
@@ -127,7 +132,7 @@ class Candidates {
         load_words(rows_.l[j], from + s_.offsets.k_l);
       } else {
 #pragma unroll
-        for (uint32_t& word : rows_.l[j]) word = 0x77777777u;
+        for (uint32_t& word : rows_.l[j]) word = kNoLow;
       }
     }
   }
@@ -139,6 +144,7 @@ class Candidates {
       const Candidate key = candidate(first, count, j);
       if (key.page >= 0 && (key.at & kLikelyByte) != 0) fetch_bytes(key, j);
     }
+    if (count > 0) ptx::arrive_when_copied(barrier_);
   }
   __device__ void fetch_bytes(const Candidate& key, int j) {
     const uint8_t* const from = page_at(key.page) + ((key.at & kSlotMask) * D + c_ * (D / 4)) + s_.offsets.k_b;
@@ -169,17 +175,15 @@ class Candidates {
         const uint4 q = s_.fragment[t][1 + w / 2][lane_];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t h[2] = {rows.h[0][w + i], rows.h[1][w + i]}, l[2] = {rows.l[0][w + i], rows.l[1][w + i]};
-          ptx::mma_u8s8(dot, ptx::join_nibbles(h[0], l[0] >> 4), ptx::join_nibbles(h[1], l[1] >> 4),
-                        ptx::join_nibbles(h[0] << 4, l[0]), ptx::join_nibbles(h[1] << 4, l[1]), i == 0 ? q.x : q.z,
-                        i == 0 ? q.y : q.w);
+          multiply_nibbles(dot, {rows.h[0][w + i], rows.h[1][w + i]}, {rows.l[0][w + i], rows.l[1][w + i]},
+                           {i == 0 ? q.x : q.z, i == 0 ? q.y : q.w});
         }
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const bool low = (key[j].at & kReadsLow) != 0;
-        d1[j][t] = 256 * dot[2 * j] + dot[2 * j + 1] - row.sum_128;
-        const int d0 = 2 * dot[2 * j] - row.sum_255;  // its l plane is 7 throughout
+        d1[j][t] = level_1(dot, j, row.sum_128);
+        const int d0 = level_0(dot, j, row.sum_255);
         x[j][t] = numerics::fma(numerics::mul(static_cast<float>(low ? d1[j][t] : d0), low ? row.unit_1 : row.unit_0),
                                 e_k[j], row.neg_z);
         asks |= static_cast<unsigned>(exists[j] && low && numerics::fma(row.margin_16, e_k[j], x[j][t]) >= -row.k_b)
@@ -187,7 +191,8 @@ class Candidates {
       }
     }
     asks = p_.cache.layout.k_bits == 16 ? any_row(asks) : 0;
-    ptx::wait_copies();  // even if nobody looks at them: the next batch's go to the same place
+    ptx::wait_barrier(barrier_, parity_);  // even if nobody looks at them: the next batch's go to the same place
+    parity_ ^= 1;
     if (__any_sync(kWarp, asks != 0)) level_2(key, asks, d1, e_k, x);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -303,8 +308,10 @@ class Candidates {
   const plan::DecodeParams& p_;
   Shared& s_;
   typename Shared::Scan& w_;
+  const uint32_t barrier_;
   const int lane_, g_, c_;  // lane 4 g + c
 
+  uint32_t parity_ = 0;                            // of barrier_
   Rows rows_{};                                    // of the candidates from added_ on, on their way
   unsigned listed_ = 0, fetched_ = 0, added_ = 0;  // candidates so far
   unsigned long long dropped_[Quads];

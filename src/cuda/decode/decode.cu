@@ -40,6 +40,7 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
     __threadfence();
     const unsigned before = atomicAdd(&task.g.head->arrivals, 1u);
     last = before + 1 == static_cast<unsigned>(step.parts * step.splits);
+    rows_again = 0;
     __threadfence();
   }
   __syncthreads();

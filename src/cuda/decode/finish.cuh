@@ -65,10 +65,24 @@ __device__ inline RowSums load_sums(const GroupState& g, int r) {
           __ldcg(&from->peak)};
 }
 
+/// The same and a lane's channels of the numerator.
+template <int N>
+struct SummedRow {
+  RowSums sums;
+  unsigned long long num[N];
+};
+template <int D>
+__device__ SummedRow<D / 32> load_summed(const GroupState& g, int r, int lane) {
+  constexpr int N = D / 32;
+  SummedRow<N> row{.sums = load_sums(g, r)};
+#pragma unroll
+  for (int i = 0; i < N; ++i) row.num[i] = __ldcg(&g.num[r * D + lane * N + i]);
+  return row;
+}
+
 /// Section 8: which rows run again, with a corrected reference or a finer grid.
-__device__ inline bool correct_row(const GroupState& g, int r, int n) {
+__device__ inline bool correct_row(const GroupState& g, int r, const RowSums& sums, int n) {
   RowState& row = g.rows[r];
-  const RowSums sums = load_sums(g, r);
   const numerics::RowMass left{static_cast<int64_t>(sums.den), static_cast<int64_t>(sums.mass), n,
                                from_ordered(sums.peak)};
   if (!numerics::reference_holds(left.den)) {
@@ -101,7 +115,7 @@ __device__ void write_partial(const plan::DecodeParams& p, const RangeTask& task
 }
 
 template <int D, bool Tail>
-__device__ void write_row(const Step& step, const RangeTask& task, int r, int lane) {
+__device__ void write_row(const Step& step, const RangeTask& task, int r, int lane, SummedRow<D / 32> summed) {
   constexpr int N = D / 32;
   const plan::DecodeParams& p = step.params;
   const GroupState& g = task.g;
@@ -109,10 +123,8 @@ __device__ void write_row(const Step& step, const RangeTask& task, int r, int la
   const int64_t at = (int64_t{task.batch} * p.tokens + task.token) * p.heads + head;
   const float z = g.rows[r].z;
   const int e_exponent = g.rows[r].e_exponent;
-  const RowSums sums = load_sums(g, r);
-  unsigned long long num[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) num[i] = __ldcg(&g.num[r * D + lane * N + i]);
+  const RowSums& sums = summed.sums;
+  unsigned long long(&num)[N] = summed.num;
   const float sink = numerics::sub(sink_of(p, head), z);
   if (Tail && task.fit_mark > 0) correct_numerator<D>(step, task, r, lane, num);
   if (p.numerator != nullptr) return write_partial<D>(p, task, r, at, lane, sums, num);
@@ -159,16 +171,18 @@ __device__ __noinline__ uint64_t reopen(const GroupState& g, RangeTask& task, ui
   return again;
 }
 
-/// Every sum of the run is in. again: shared memory. Returns whether rows run again. Tail: there may be a correction.
+/// Every sum of the run is in. again: shared memory, zero. Returns whether rows run again. Tail: there may be a
+/// correction.
 template <int D, bool Tail>
 __device__ __noinline__ bool finish_group(const Step& step, RangeTask& task, uint64_t& again) {
   const GroupState& g = task.g;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  if (threadIdx.x == 0) again = 0;
-  __syncthreads();
   const bool may = step.params.numerator == nullptr && task.run < Workspace::kReruns;
-  for (int r = threadIdx.x; may && r < task.rows; r += blockDim.x) {
-    if ((task.active >> r & 1) == 0 || !correct_row(g, r, task.visible.count())) continue;
+  // Most groups have no more rows than warps, and end here: what is written then is on its way already.
+  const SummedRow<D / 32> first = load_summed<D>(g, min(warp, task.rows - 1), lane);
+  for (int r = warp; may && r < task.rows; r += warps) {
+    if (lane != 0 || (task.active >> r & 1) == 0) continue;
+    if (!correct_row(g, r, r == warp ? first.sums : load_sums(g, r), task.visible.count())) continue;
     atomicOr(reinterpret_cast<unsigned long long*>(&again), 1ull << r);
   }
   __syncthreads();
@@ -178,7 +192,9 @@ __device__ __noinline__ bool finish_group(const Step& step, RangeTask& task, uin
     __syncthreads();
   }
   if (again == 0) {
-    for (int r = warp; r < task.rows; r += warps) write_row<D, Tail>(step, task, r, lane);
+    for (int r = warp; r < task.rows; r += warps) {
+      write_row<D, Tail>(step, task, r, lane, r == warp ? first : load_summed<D>(g, r, lane));
+    }
     if (threadIdx.x == 0 && step.params.bytes_read != nullptr) {
       step.params.bytes_read[task.group] = static_cast<int64_t>(__ldcg(&g.head->bytes));
     }

@@ -25,8 +25,12 @@ __device__ inline float scaled_exp2(float x, float low) {
 struct TileKeys {
   unsigned seen, forced;  // bit i: key g + 8 i is visible, is always read
 };
+/// first: of the visible keys.
+__device__ inline TileKeys settled_keys(int first, int tile, int g) {
+  return {0xFF, g == 0 && first == tile * kTile ? 1u : 0u};
+}
 __device__ inline TileKeys keys_of(const Visible& visible, int tile, int g) {
-  if (visible.settled(tile)) return {0xFF, g == 0 && visible.first == tile * kTile ? 1u : 0u};
+  if (visible.settled(tile)) return settled_keys(visible.first, tile, g);
   unsigned seen = 0;
 #pragma unroll 1
   for (int i = 0; i < kTile / 8; ++i) seen |= static_cast<unsigned>(visible.sees(tile * kTile + g + 8 * i)) << i;
@@ -60,15 +64,38 @@ __device__ inline unsigned any_row(unsigned bits) {
 
 template <int N>
 __device__ void load_words(uint32_t (&words)[N], const void* from) {
-  if constexpr (N == 4) {
-    const uint4 v = *static_cast<const uint4*>(from);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-  } else {
-    static_assert(N == 2);
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const uint4 v = static_cast<const uint4*>(from)[i / 4];
+      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+    }
+  } else if constexpr (N == 2) {
     const uint2 v = *static_cast<const uint2*>(from);
     words[0] = v.x, words[1] = v.y;
+  } else {
+    static_assert(N == 1);
+    words[0] = *static_cast<const uint32_t*>(from);
   }
 }
+
+// Level 1 of sixteen keys: lane 4 g + c has a fourth of the channels of keys g and g + 8, and of query row g / 2 its
+// plane a (g even) or b, even channels before odd ones (GroupState).
+
+constexpr uint32_t kNoLow = 0x77777777u;  ///< plane l where it is not read: 16 h + 7.5 is half above
+
+/// Adds the products of a word of the planes. q: the query's even and odd channels.
+__device__ inline void multiply_nibbles(int (&dot)[4], const uint32_t (&h)[2], const uint32_t (&l)[2],
+                                        const uint32_t (&q)[2]) {
+  ptx::mma_u8s8(dot, ptx::join_nibbles(h[0], l[0] >> 4), ptx::join_nibbles(h[1], l[1] >> 4),
+                ptx::join_nibbles(h[0] << 4, l[0]), ptx::join_nibbles(h[1] << 4, l[1]), q[0], q[1]);
+}
+// Of key g + 8 j and query row c, from all products.
+__device__ inline int level_1(const int (&dot)[4], int j, int sum_128) {
+  return 256 * dot[2 * j] + dot[2 * j + 1] - sum_128;
+}
+/// D0, where plane l was not read.
+__device__ inline int level_0(const int (&dot)[4], int j, int sum_255) { return 2 * dot[2 * j] - sum_255; }
 
 /// Where the 16-byte piece of a gathered row of K's plane b stands: rows are read eight at a time.
 template <int D>

@@ -1,6 +1,6 @@
 #pragma once
 #include "cuda/decode/group_state.cuh"
-#include "cuda/decode/rows.cuh"
+#include "cuda/decode/key_lanes.cuh"
 #include "cuda/decode/survey.cuh"
 #include "cuda/ptx/async_copy.cuh"
 #include "numerics/reference.h"
@@ -10,15 +10,16 @@
 namespace fold::cuda {
 
 constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
-constexpr int kPrepareThreads = 2 * kScoredKeys;     ///< two a key
+constexpr int kKeysOfWarp = 16;  ///< that it scores: the rows of a product
+constexpr int kPrepareThreads = 32 * kScoredKeys / kKeysOfWarp;
 constexpr int kPreparedRows = kPrepareThreads / 32;  ///< at once, a warp each
-static_assert(kPrepareThreads % 32 == 0);
+static_assert(kScoredKeys % kKeysOfWarp == 0 && kPreparedRows % 4 == 0);
 
 template <int D>
 struct PrepareShared {
-  alignas(16) int8_t a_split[kPreparedRows * D], b_split[kPreparedRows * D];  // as GroupState's
-  uint4 key[2 * D / 32][kScoredKeys];  // pieces of planes h, then l; samples first, then what is counted once
-  float logits[kPreparedRows][kScoredKeys];
+  alignas(16) int8_t a_split[kPreparedRows][D], b_split[kPreparedRows][D];  // as GroupState's
+  alignas(16) uint8_t h[kScoredKeys][D / 2], l[kScoredKeys][D / 2];         // samples first, then what is counted once
+  float logits[kPreparedRows][kScoredKeys];                                 // likewise
   RowState rows[kPreparedRows];
   unsigned largest_scale, largest_bound;
   int exponents, settled;
@@ -84,8 +85,8 @@ __device__ void split_query(const Step& step, int group, GivenRow<D> given, int 
     sum_a += a;
     sum_b += b;
     const int c = lane * N + i, split = c % 2 * (D / 2) + c / 2;
-    g.a[r * D + c] = g.a_split[r * D + split] = shared.a_split[slot * D + split] = static_cast<int8_t>(a);
-    g.b[r * D + c] = g.b_split[r * D + split] = shared.b_split[slot * D + split] = static_cast<int8_t>(b);
+    g.a[r * D + c] = g.a_split[r * D + split] = shared.a_split[slot][split] = static_cast<int8_t>(a);
+    g.b[r * D + c] = g.b_split[r * D + split] = shared.b_split[slot][split] = static_cast<int8_t>(b);
   }
   squares = __reduce_add_sync(kWarp, squares);
   sum_a = __reduce_add_sync(kWarp, sum_a);
@@ -99,77 +100,66 @@ __device__ void split_query(const Step& step, int group, GivenRow<D> given, int 
   row.gates = step.params.gates != nullptr ? step.gates : numerics::gates_for_depth(given.depth);
 }
 
-/// Adds up what the threads found, those that split no queries if these are enough. False: some page is not in the
-/// pool. Copies sent for have arrived afterwards.
+/// Sends for the planes of scored key i: a fourth of them, the lane's. Returns the key's scale.
 template <int D>
-__device__ bool survey_group(const Step& step, const Visible& v, int batch, int kv_head, PrepareShared<D>& shared) {
-  const int rows = min(step.workspace.rows, kPreparedRows),
-            threads = 32 * (rows <= 2 * kPreparedRows / 3 ? kPreparedRows - rows : kPreparedRows);
-  ScaleSurvey survey;
-  if (static_cast<int>(threadIdx.x) < threads) survey_scales(step, v, batch, kv_head, threads, survey);
-  ptx::wait_copies();
-  if (!__syncthreads_and(survey.exists)) return false;
-  survey.largest = __reduce_max_sync(kWarp, survey.largest);
-  survey.bound = __reduce_max_sync(kWarp, survey.bound);
-  survey.exponents = __reduce_add_sync(kWarp, survey.exponents);
-  survey.settled = __reduce_add_sync(kWarp, survey.settled);
-  if (threadIdx.x % 32 == 0) {
-    atomicMax(&shared.largest_scale, survey.largest);
-    atomicMax(&shared.largest_bound, survey.bound);
-    atomicAdd(&shared.exponents, survey.exponents);
-    atomicAdd(&shared.settled, survey.settled);
-  }
-  return true;
-}
-
-/// A key to score. The planes are in shared memory.
-struct ScoredKey {
-  float e_k;
-  int level;  // -1: there is none
-};
-
-/// Sends for the planes of scored key i, in page `id` of the pool.
-template <int D>
-__device__ ScoredKey send_key(const plan::DecodeParams& p, int id, int kv_head, int slot, int i, bool copies,
-                              PrepareShared<D>& shared) {
+__device__ uint16_t send_key(const plan::DecodeParams& p, int id, int kv_head, int slot, int i, int fourth,
+                             PrepareShared<D>& shared) {
   const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
-  const int level = p.cache.layout.k_bits > 4 ? 1 : 0;
 #pragma unroll
-  for (int piece = 0; copies && piece < D / 32; ++piece) {
+  for (int piece = fourth; piece < D / 32; piece += 4) {
     const int at = slot * (D / 2) + 16 * piece;
-    ptx::copy_16(ptx::shared_address(&shared.key[piece][i]), page.k_h + at);
-    if (level > 0) ptx::copy_16(ptx::shared_address(&shared.key[D / 32 + piece][i]), page.k_l + at);
+    ptx::copy_16(ptx::shared_address(&shared.h[i][16 * piece]), page.k_h + at);
+    if (p.cache.layout.k_bits > 4) ptx::copy_16(ptx::shared_address(&shared.l[i][16 * piece]), page.k_l + at);
   }
-  return {numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)]), level};
+  return page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)];
 }
 
-/// Logits of scored key i for every second of the `count` rows at work, from `first` on: two at a time.
+/// Adds what a thread found of the keys' scales. By whole warps.
 template <int D>
-__device__ void score_key(const ScoredKey& key, int first, int count, int i, PrepareShared<D>& shared) {
+__device__ void add_survey(const SurveyedScales& found, PrepareShared<D>& shared) {
+  const unsigned largest = __reduce_max_sync(kWarp, found.largest), bound = __reduce_max_sync(kWarp, found.bound);
+  const int exponents = __reduce_add_sync(kWarp, found.exponents), settled = __reduce_add_sync(kWarp, found.settled);
+  if (threadIdx.x % 32 != 0) return;
+  atomicMax(&shared.largest_scale, largest);
+  atomicMax(&shared.largest_bound, bound);
+  atomicAdd(&shared.exponents, exponents);
+  atomicAdd(&shared.settled, settled);
+}
+
+/// Logits of a warp's sixteen keys, from key `first_key` on, for the `count` rows at work. scale: of keys g and g + 8,
+/// where lane 4 g + c.
+template <int D>
+__device__ void score_keys(int first_key, const uint16_t (&scale)[2], bool low, int count, PrepareShared<D>& shared) {
+  constexpr int kWords = D == 64 ? 2 : 4;  // of a plane at once
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, c = lane % 4;
 #pragma unroll 1
-  for (int slot = first; slot < count; slot += 4) {
-    const int of[2] = {slot, min(slot + 2, count - 1)};
-    int high[2] = {}, low[2] = {};
+  for (int first = 0; first < count; first += 4) {
+    const int8_t* const query = (g % 2 == 0 ? shared.a_split : shared.b_split)[first + g / 2];
+    int dot[4] = {};
 #pragma unroll 1
-    for (int piece = 0; piece < D / 32; ++piece) {
-      const uint4 h = shared.key[piece][i];
-      const EvenOdd channels = key.level == 0 ? codes_of(h) : values_of(h, shared.key[D / 32 + piece][i]);
+    for (int part = 0; part < D / 8; part += 4 * kWords) {
+      const int at = c * (D / 8) + part;  // in the lane's fourth of a plane
+      uint32_t h[2][kWords], l[2][kWords], even[kWords], odd[kWords];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const auto plane = [&](const int8_t* rows, int half) {
-          return *reinterpret_cast<const uint4*>(rows + of[j] * D + half * (D / 2) + 16 * piece);
-        };
-        high[j] = dot_bytes(channels.odd, plane(shared.a_split, 1),
-                            dot_bytes(channels.even, plane(shared.a_split, 0), high[j]));
-        low[j] = dot_bytes(channels.odd, plane(shared.b_split, 1),
-                           dot_bytes(channels.even, plane(shared.b_split, 0), low[j]));
+        load_words(h[j], shared.h[first_key + g + 8 * j] + at);
+        load_words(l[j], shared.l[first_key + g + 8 * j] + at);
+      }
+      load_words(even, query + at);
+      load_words(odd, query + D / 2 + at);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        multiply_nibbles(dot, {h[0][w], h[1][w]}, {low ? l[0][w] : kNoLow, low ? l[1][w] : kNoLow}, {even[w], odd[w]});
       }
     }
+    const int slot = first + c;
+    if (slot >= count) continue;
+    const RowState& row = shared.rows[slot];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const RowState& row = shared.rows[of[j]];
-      const int dot = key.level == 0 ? centred(high[j], row.sum_a) : 256 * high[j] + low[j];
-      shared.logits[of[j]][i] = numerics::mul(logit(dot, unit_of_level(row.e_q, key.level)), key.e_k);
+      const float x = low ? logit(level_1(dot, j, 128 * row.sum), unit_of_level(row.e_q, 1))
+                          : logit(level_0(dot, j, 255 * row.sum_a), unit_of_level(row.e_q, 0));
+      shared.logits[slot][first_key + g + 8 * j] = numerics::mul(x, numerics::from_bf16(scale[j]));
     }
   }
 }
@@ -297,6 +287,13 @@ __device__ void declare_row(const Step& step, int group, int r, int slot, Prepar
   if (bad) atomicOr(&shared.nan, 1ull << r);
 }
 
+/// The logical key that is scored i-th.
+__device__ inline int scored_key(const Visible& v, const Scored& scored, int i) {
+  if (scored.rest == 0) return v.first + i;
+  if (i < scored.samples) return v.first + static_cast<int>(numerics::sample_key(i, scored.rest));
+  return i == scored.samples ? v.first : v.position - numerics::kNewest + (i - scored.samples);
+}
+
 /// Declares a group's references and what else its sums need to know. By kPrepareThreads. False: the token sees no key,
 /// keys past the table, or some page that is not in the pool.
 template <int D>
@@ -304,42 +301,55 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   const plan::DecodeParams& p = step.params;
   const auto [batch, token, kv_head] = place_of_group(step, index);
   const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  // The last warps begin with the queries, the first ones with the keys.
   const int slot = kPreparedRows - 1 - warp;
   GivenRow<D> given{};
   if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
   Visible v;
   if (!find_visible(step, batch, token, v)) return false;
-  if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
-  // Two threads a key, which take turns in the rows.
+  // Everything is sent for before anything of it is waited for: pages' ids first, then what is in the pages.
   const int n = v.count();
   const Scored scored = scored_of(n);
-  const int first = thread / kScoredKeys, i = thread % kScoredKeys;
-  int physical = 0, id = -1;
-  if (i < scored.all) {
-    const int logical = scored.rest == 0      ? v.first + i
-                        : i < scored.samples  ? v.first + static_cast<int>(numerics::sample_key(i, scored.rest))
-                        : i == scored.samples ? v.first
-                                              : v.position - numerics::kNewest + (i - scored.samples);
-    physical = v.physical(logical);
-    id = page_id(p, batch, physical);
+  const int first_key = kKeysOfWarp * warp;  // that the warp scores
+  int physical[2] = {}, id[2] = {-1, -1};
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int i = first_key + lane / 4 + 8 * j;
+    if (i >= scored.all) continue;
+    physical[j] = v.physical(scored_key(v, scored, i));
+    id[j] = page_id(p, batch, physical[j]);
   }
+  ScaleSurvey survey(p, v, batch, kv_head);
+  survey.look_up();
+  if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
+  uint16_t scale[2] = {};
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (!in_pool(p, id[j])) continue;
+    scale[j] = send_key(p, id[j], kv_head, slot_of(p, physical[j]), first_key + lane / 4 + 8 * j, lane % 4, shared);
+  }
+  survey.load();
+  clear_group(step, index);
   if (thread == 0) {
     shared.keys = n;
     shared.position = v.position;
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
   }
-  ScoredKey key{0, -1};
-  if (in_pool(p, id)) key = send_key(p, id, kv_head, slot_of(p, physical), i, first == 0, shared);
-  if (!survey_group(step, v, batch, kv_head, shared)) return false;
+  survey.add_cut_tiles();
+  __syncthreads();
+  survey.add_whole_tiles();
+  add_survey(survey.found, shared);
+  ptx::wait_copies();
+  if (!__syncthreads_and(survey.found.exists)) return false;
 #pragma unroll 1
   for (int row = 0; row < rows; row += kPreparedRows) {
     const int r = row + slot;
-    if (row > 0 && r < rows) {
-      split_query(step, index, load_row<D>(p, batch, token, kv_head * rows + r, lane), r, slot, lane, shared);
+    if (row > 0) {
+      if (r < rows) {
+        split_query(step, index, load_row<D>(p, batch, token, kv_head * rows + r, lane), r, slot, lane, shared);
+      }
+      __syncthreads();
     }
-    __syncthreads();
-    if (key.level >= 0) score_key(key, first, min(rows - row, kPreparedRows), i, shared);
+    score_keys(first_key, scale, p.cache.layout.k_bits > 4, min(rows - row, kPreparedRows), shared);
     __syncthreads();
     if (r < rows) declare_row(step, index, r, slot, shared);
     __syncthreads();

@@ -21,14 +21,27 @@ class ScanWarp {
         c_(lane_ % 4),
         first_tile_(task.tiles.begin + warp),
         tiles_((task.tiles.end - first_tile_ + Shared::kScanWarps - 1) / Shared::kScanWarps),
-        candidates_(step.params, shared, shared.scan[warp]) {}
+        first_key_(task.visible.first),
+        settled_end_(task.visible.settled_end()),
+        tiles_of_page_(shared.tiles_of_page),
+        per_page_(shared.per_page),
+        keys_at_(shared.offsets.k_h + 16 * lane_),
+        beside_at_(lane_ < kScaleLanes       ? shared.offsets.k_scale + 16 * lane_
+                   : lane_ < 2 * kScaleLanes ? shared.offsets.v_scale + 16 * (lane_ - kScaleLanes)
+                                             : shared.offsets.bound),
+        candidates_(step.params, shared, shared.scan[warp], barrier_ + 8 * kStages) {}
 
   /// Barriers are initialised, offsets set. The first tiles are sent for; then `ready` returns once the queries are
   /// there.
   template <class Ready>
   __device__ void run(Ready ready) {
+    next_pages_ = look_up(lane_);
     for (int n = -kStages; n <= tiles_; ++n) {
-      if (n == 0) ready();
+      if (n == 0) {
+        ready();
+        loud_ = s_.loud != 0;
+        if constexpr (kHolds) held_ = {s_.row[c_], s_.fragment[0][0][lane_]};
+      }
       if (n >= 0 && n < tiles_) {
         ptx::wait_barrier(barrier_ + 8 * (n % kStages), n / kStages % 2);
         scan(w_.stage[n % kStages], tile(n));
@@ -37,63 +50,89 @@ class ScanWarp {
       if (n + kStages < tiles_) send(n + kStages);
       if (n >= 0) candidates_.read(n == tiles_);
     }
-    candidates_.flush(seen_, 2 * settled_);
+    candidates_.flush(seen_, 2 * settled_tiles_);
   }
 
  private:
   static constexpr int kHalf = D / 2, kWords = D / 32;
   static constexpr int kAtOnce = Quads == 1 ? 4 : 2;  ///< keys a lane: code that is short stays in the SM's cache
   static constexpr unsigned kMask = (1u << kAtOnce) - 1;
+  static constexpr int kScaleLanes = 2 * kTile / 16;  ///< that send for a tile's scales of K, or of V
 
   using Stage = typename Shared::Stage;
 
+  static constexpr bool kHolds = Quads == 1;  ///< what it needs of its rows, in registers
+  struct Held {
+    typename Shared::Row row;
+    uint4 query;
+  };
+  __device__ const typename Shared::Row& row(int t) const {
+    if constexpr (kHolds) {
+      return held_.row;
+    } else {
+      return s_.row[4 * t + c_];
+    }
+  }
+  __device__ uint4 query(int t) const {
+    if constexpr (kHolds) {
+      return held_.query;
+    } else {
+      return s_.fragment[t][0][lane_];
+    }
+  }
+
   __device__ int tile(int n) const { return first_tile_ + n * Shared::kScanWarps; }
 
-  /// Whether a settled tile's outliers may open V's gates.
-  __device__ bool bounded(int tile) const { return task_.outliers != 0 && task_.visible.settled(tile); }
+  __device__ bool settled(int tile) const { return tile * kTile >= first_key_ && tile < settled_end_; }
 
-  /// Where the warp's n-th tile is.
-  __device__ Place place_of(int n) const {
-    if (n >= tiles_) return {0, 0};
-    const int in_table = static_cast<int>(static_cast<uint64_t>(tile(n)) * s_.per_page >> 31);
-    // A page that does not exist makes for nonsense, which nobody asks for.
-    const auto id = static_cast<unsigned>(__ldcg(p_.block_table + task_.batch * p_.block_table_stride + in_table));
-    return {static_cast<int>(min(id, static_cast<unsigned>(p_.cache.num_pages - 1))),
-            (tile(n) - in_table * s_.tiles_of_page) * kTile};
+  /// The block table's column of a tile.
+  __device__ int column(int tile) const {
+    return static_cast<int>(uint64_t{static_cast<unsigned>(tile)} * per_page_ >> 31);
   }
 
-  /// Sends for the warp's n-th tile. Places are looked up several at a time.
+  /// The page of the warp's n-th tile, as the block table has it.
+  __device__ unsigned look_up(int n) const {
+    if (n >= tiles_) return 0;
+    const int64_t at = task_.batch * p_.block_table_stride + column(tile(n));
+    return static_cast<unsigned>(__ldcg(p_.block_table + at));
+  }
+
+  /// Sends for the warp's n-th tile. A lane looks up a page, long before it is asked for.
   __device__ void send(int n) {
-    if (n % kPlaces == 0) {
-      if (lane_ < kPlaces) w_.place[lane_] = place_of(n + lane_);
-      __syncwarp();
+    if (n % 32 == 0) {
+      pages_ = next_pages_;
+      next_pages_ = look_up(n + 32 + lane_);
     }
-    if (lane_ == 0) {
-      const Place place = w_.place[n % kPlaces];
-      Stage& stage = w_.stage[n % kStages];
-      stage.place = place;
-      const uint8_t* const from = p_.cache.pages + place.page * p_.cache.page_stride;
-      const uint32_t barrier = barrier_ + 8 * (n % kStages), to = ptx::shared_address(&stage);
-      const auto copy = [&](const void* part, int offset, uint32_t bytes) {
-        ptx::bulk_copy(to + static_cast<uint32_t>(static_cast<const uint8_t*>(part) - stage.k_h), from + offset, bytes,
-                       barrier);
-      };
-      const bool with_bound = bounded(tile(n));
-      ptx::expect_bytes(barrier, kTile * (kHalf + 4) + (with_bound ? 16 : 0));
-      copy(stage.k_h, s_.offsets.k_h + place.slot * kHalf, kTile * kHalf);
-      copy(stage.k_scale, s_.offsets.k_scale + 2 * place.slot, 2 * kTile);
-      copy(stage.v_scale, s_.offsets.v_scale + 2 * place.slot, 2 * kTile);
-      if (with_bound) copy(stage.bound, bound_offset(place) & ~15, 16);
-    }
+    // A page that does not exist makes for nonsense, which nobody asks for.
+    const unsigned page = min(__shfl_sync(kWarp, pages_, n % 32), static_cast<unsigned>(p_.cache.num_pages - 1));
+    const int in_page = tile(n) - column(tile(n)) * tiles_of_page_, slot = in_page * kTile;
+    Stage& stage = w_.stage[n % kStages];
+    if (lane_ == 0) stage.place = {static_cast<int>(page), slot};
+    const uint8_t* const from = p_.cache.pages + page * p_.cache.page_stride;
+    const uint8_t* const keys = from + (keys_at_ + slot * kHalf);
+    const uint32_t to = ptx::shared_address(stage.k_h) + 16 * lane_;
+#pragma unroll
+    for (int i = 0; i < kTile * kHalf / 512; ++i) ptx::copy_16(to + 512 * i, keys + 512 * i);
+    // Beside them the scales, and the bounds of the page's blocks around this one.
+    static_assert(offsetof(Stage, k_scale) == kTile * kHalf && offsetof(Stage, v_scale) == kTile * (kHalf + 2) &&
+                  offsetof(Stage, bound) == kTile * (kHalf + 4));
+    const bool scales = lane_ < 2 * kScaleLanes;
+    ptx::copy_16_if(scales || (lane_ == 2 * kScaleLanes && settled(tile(n))), to + kTile * kHalf,
+                    from + ((beside_at_ + 2 * (scales ? slot : in_page)) & ~15));
+    ptx::arrive_when_copied(barrier_ + 8 * (n % kStages));
   }
 
-  __device__ int bound_offset(const Place& place) const { return s_.offsets.bound + 2 * (place.slot / kTile); }
+  __device__ int bound_offset(int slot) const { return s_.offsets.bound + 2 * (slot / kTile); }
 
   /// Level 0: lists the keys that ask for more, adds the weights of the others.
   __device__ void scan(const Stage& stage, int tile) {
+    const bool settled = this->settled(tile);
+    const TileKeys keys = settled ? settled_keys(first_key_, tile, g_) : keys_of(task_.visible, tile, g_);
+    // By how much the block's outliers open V's gates.
     const float deeper =
-        bounded(tile) ? numerics::outlier_depth(stage.bound[bound_offset(stage.place) % 16 / 2], task_.typical) : 0.0f;
-    const TileKeys keys = keys_of(task_.visible, tile, g_);
+        settled && task_.outliers != 0
+            ? numerics::outlier_depth(stage.bound[bound_offset(stage.place.slot) % 16 / 2], task_.typical)
+            : 0.0f;
     const int k_bits = p_.cache.layout.k_bits;
     unsigned all_low = 0, all_further = 0, all_bytes = 0;  // bit i: key g + 8 i
 #pragma unroll 1
@@ -109,7 +148,7 @@ class ScanWarp {
       all_bytes = all_bytes << kAtOnce | (asks >> 16 & reads_low);
     }
     candidates_.list(stage, all_further, all_low, keys.forced, k_bits == 16 ? all_bytes : 0, deeper);
-    settled_ += task_.visible.settled(tile) ? 1 : 0;
+    settled_tiles_ += settled ? 1 : 0;
     seen_ += __popc(keys.seen);
   }
 
@@ -117,18 +156,19 @@ class ScanWarp {
   /// from bit 8 on V's h, and most likely K's b from bit 16 on.
   __device__ unsigned score(const Stage& stage, int first, float deeper, float (&x)[kAtOnce][Quads]) const {
     unsigned quiet_l = 0, quiet_h = 0, quiet_b = 0;  // sign bits of x above a gate
+    uint32_t scales[kAtOnce / 2];
+    load_words(scales, stage.k_scale + 8 * g_ + first);
 #pragma unroll
     for (int i = kAtOnce - 1; i >= 0; --i) {
       uint32_t key[kWords];
       load_words(key, stage.k_h + (8 * (first + i) + g_) * kHalf + c_ * (D / 8));
-      const float e_k = numerics::from_bf16(stage.k_scale[8 * g_ + first + i]);
+      const float e_k = numerics::float_of(i % 2 == 0 ? scales[i / 2] << 16 : scales[i / 2] & 0xFFFF0000u);
       float most_l, most_h, most_b;
 #pragma unroll
       for (int t = 0; t < Quads; ++t) {
-        const auto& row = s_.row[4 * t + c_];
-        // 16 sum (u - 7.5) qa, exact in a mantissa; then D0.
-        const float centred = numerics::sub(__int_as_float(codes(key, t) + row.first_sum), kRoundMagicFloat);
-        const float d0 = numerics::fma(centred, 2.0f, -row.sum_a);
+        const auto& row = this->row(t);
+        // D0 is below 2^22: exact beside the magic number.
+        const float d0 = numerics::sub(__int_as_float(2 * codes(key, t) + row.first_sum), kRoundMagicFloat);
         x[i][t] = numerics::fma(numerics::mul(d0, row.unit_0), e_k, row.neg_z);
         const float most = numerics::fma(row.margin, e_k, x[i][t]);
         const float above_l = numerics::add(most, row.k_l), above_b = numerics::add(most, row.k_b);
@@ -148,7 +188,7 @@ class ScanWarp {
   /// even and its odd words, which have columns of their own.
   __device__ int codes(const uint32_t (&key)[kWords], int t) const {
     constexpr uint32_t kEven = 0xF0F0F0F0u, kOdd = 0x0F0F0F0Fu;  // channels
-    const uint4 q = s_.fragment[t][0][lane_];
+    const uint4 q = query(t);
     int even[4] = {}, odd[4] = {};
     if constexpr (kWords == 4) {
       ptx::mma_u8s8(even, key[0] & kEven, key[1] & kEven, key[2] & kEven, key[3] & kEven, q.x, q.y);
@@ -165,7 +205,7 @@ class ScanWarp {
     constexpr float kNone = -64.0f;  // weighs 0
 #pragma unroll
     for (int t = 0; t < Quads; ++t) {
-      if (s_.loud != 0) {
+      if (loud_) {
         unsigned long long sum = 0;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -194,9 +234,16 @@ class ScanWarp {
   const uint32_t barrier_;
   const int lane_, g_, c_;  // lane 4 g + c
   const int first_tile_, tiles_;
+  const int first_key_, settled_end_;  // as task_.visible has them
+  const int tiles_of_page_;
+  const unsigned per_page_;        // as StreamShared has it
+  const int keys_at_, beside_at_;  // in a page: what the lane sends for of its first tile
 
   Candidates<D, Quads> candidates_;
-  int seen_ = 0, settled_ = 0;  // keys a lane has scanned; settled tiles
+  Held held_;
+  bool loud_;                            // as StreamShared has it
+  unsigned pages_ = 0, next_pages_ = 0;  // of 32 tiles, a lane each; of those to come
+  int seen_ = 0, settled_tiles_ = 0;     // keys a lane has scanned
 };
 
 }  // namespace fold::cuda

@@ -6,7 +6,6 @@
 namespace fold::cuda {
 
 constexpr int kStages = 2;    ///< tiles on their way to a scan warp
-constexpr int kPlaces = 16;   ///< tiles looked up at once in the block table
 constexpr int kBatch = 16;    ///< candidates that are read deeper at once
 constexpr int kListed = 128;  ///< candidates that a scan warp may hold, more than a tile's and two batches' less one
 constexpr int kMembers = 2;   ///< value warps that share a block's channels
@@ -38,12 +37,12 @@ struct StreamShared {
   static constexpr int kNibbleBlocks = Quads == 1 ? 4 : 6, kByteBlocks = Quads == 1 ? 3 : Quads == 2 ? 6 : 4;
   // Else a warp could be two rounds of the ring ahead of another, which a barrier's parity does not tell from none.
   static_assert(kQueueBlock * kByteBlocks >= kScanWarps * kBatch && kNibbleBlocks >= kByteBlocks);
-  static_assert(kScanWarps * kStages <= 32);  // barriers, which a warp initialises
 
-  struct Row {  // constants of a query row
-    float sum_a, unit_0, neg_z, margin, k_l, k_b, v_h, v_l, v_b;
+  struct alignas(16) Row {  // constants of a query row
+    float unit_0, neg_z, margin, k_l, k_b, v_h, v_l, v_b;
+    int first_sum;  // of twice the product of codes that is D0, beside kRoundMagic
     float e_q, unit_1, margin_16, per_e;
-    int first_sum, sum_128, sum_255;
+    int sum_128, sum_255;
   };
   struct Offsets {  // of the KV head's sections in a page
     int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound;
@@ -55,7 +54,6 @@ struct StreamShared {
   };
   struct Scan {
     Stage stage[kStages];
-    Place place[kPlaces];      // of the warp's tiles to come
     uint4 k_b[2][D / 64][32];  // a batch's rows of plane b: what each lane asked for of its two keys
     Candidate listed[kListed];
     unsigned long long den[Quads][32];  // of a lane's keys whose V is read
@@ -66,7 +64,7 @@ struct StreamShared {
     Scan scan[kScanWarps];
     unsigned long long num[2][kRows][D];  // of nibbles and of bytes, once there is nothing more to scan
   };
-  uint64_t barrier[kScanWarps][kStages];
+  uint64_t barrier[kScanWarps][kStages + 1];  // of the tiles, and of k_b
   alignas(128) uint8_t nibble_rows[kNibbleBlocks][kQueueBlock * D], byte_rows[kByteBlocks][kQueueBlock * D];
   RowQueue<kRows, kNibbleBlocks> nibbles;
   RowQueue<kRows, kByteBlocks> bytes_of_v;

@@ -48,8 +48,7 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
   if (r < Shared::kRows) {
     const bool active = r <= last && (task.active >> r & 1) != 0;
     if (!active) state = {.z = INFINITY};  // asks for nothing, weighs nothing
-    shared.row[r] = {.sum_a = static_cast<float>(state.sum_a),
-                     .unit_0 = unit_of_level(state.e_q, 0),
+    shared.row[r] = {.unit_0 = unit_of_level(state.e_q, 0),
                      .neg_z = -state.z,
                      .margin = state.margin,
                      .k_l = state.gates.k_l,
@@ -57,11 +56,11 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
                      .v_h = state.gates.v_h,
                      .v_l = state.gates.v_l,
                      .v_b = state.gates.v_b,
+                     .first_sum = kRoundMagic - 241 * state.sum_a,
                      .e_q = state.e_q,
                      .unit_1 = unit_of_level(state.e_q, 1),
                      .margin_16 = numerics::mul(state.margin, 0x1p-4f),
                      .per_e = numerics::pow2(-state.e_exponent),
-                     .first_sum = kRoundMagic - 120 * state.sum_a,
                      .sum_128 = 128 * state.sum,
                      .sum_255 = 255 * state.sum_a};
     shared.den[r] = shared.mass[r] = shared.half_mass[r] = shared.dropped[r] = 0;
@@ -97,6 +96,8 @@ class StreamSummer {
   }
 
  private:
+  static constexpr int kBarriers = Shared::kScanWarps * (kStages + 1);
+
   /// What has to be there before anything is sent for.
   __device__ void init() {
     if (threadIdx.x == 0) {
@@ -121,12 +122,9 @@ class StreamSummer {
       s_.values = s_.bytes = 0;
     }
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    if (warp == 0 && lane < Shared::kScanWarps * kStages) {
-      ptx::init_barrier(ptx::shared_address(s_.barrier[0] + lane));
-    }
-    if (warp == 1) s_.nibbles.init(lane, kMembers);
-    if (warp == 2) s_.bytes_of_v.init(lane, kMembers);
-    ptx::fence_barrier_init();
+    if (threadIdx.x < kBarriers) ptx::init_barrier(ptx::shared_address(s_.barrier[0] + threadIdx.x), 32);
+    if (warp == kBarriers / 32 + 1) s_.nibbles.init(lane, kMembers);
+    if (warp == kBarriers / 32 + 2) s_.bytes_of_v.init(lane, kMembers);
     __syncthreads();
   }
 
@@ -163,12 +161,9 @@ class StreamSummer {
     if (!step_.again) return;
     // Another item may follow, whose first tiles arrive in the place of the numerators.
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    if (warp == 0 && lane < Shared::kScanWarps * kStages) {
-      ptx::invalidate_barrier(ptx::shared_address(s_.barrier[0] + lane));
-    }
-    if (warp == 1) s_.nibbles.invalidate(lane);
-    if (warp == 2) s_.bytes_of_v.invalidate(lane);
-    ptx::fence_async();
+    if (threadIdx.x < kBarriers) ptx::invalidate_barrier(ptx::shared_address(s_.barrier[0] + threadIdx.x));
+    if (warp == kBarriers / 32 + 1) s_.nibbles.invalidate(lane);
+    if (warp == kBarriers / 32 + 2) s_.bytes_of_v.invalidate(lane);
     __syncthreads();
   }
 

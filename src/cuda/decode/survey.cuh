@@ -23,63 +23,100 @@ __device__ inline int slot_of(const plan::DecodeParams& p, int key) {
 __device__ inline bool in_pool(const plan::DecodeParams& p, int id) { return id >= 0 && id < p.cache.num_pages; }
 
 /// What the visible keys' scales say.
-struct ScaleSurvey {
+struct SurveyedScales {
   bool exists = true;              // every page is in the pool
   unsigned largest = 0;            // visible V scale as bf16 bits; NaN, which orders above all, if a key is poisoned
   unsigned bound = 0;              // of the settled blocks' bounds the largest
   int exponents = 0, settled = 0;  // sum over the settled blocks' bounds, and how many there are
 };
 
-/// Of a thread's share of the whole tiles, and of the warp's lane's of the others, where `threads` share in this.
-__device__ inline void survey_scales(const Step& step, const Visible& v, int batch, int kv_head, int threads,
-                                     ScaleSurvey& survey) {
-  const plan::DecodeParams& p = step.params;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int whole_begin = (v.first + kTile - 1) / kTile, whole_end = min(v.position + 1, v.draft) / kTile;
-  constexpr int kAtOnce = 4;  // tiles whose bounds are on their way
-#pragma unroll 1
-  for (int tile = whole_begin + thread; tile < whole_end; tile += kAtOnce * threads) {
-    int id[kAtOnce];
-    uint16_t bound[kAtOnce];
+/// Finds that out of a thread's share of the whole tiles, and a lane's of the others, where all threads of a CTA share
+/// in this. What is in the pages is asked for in two steps, between which others may ask for theirs.
+class ScaleSurvey {
+ public:
+  SurveyedScales found;
+
+  __device__ ScaleSurvey(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head)
+      : p_(p),
+        v_(v),
+        batch_(batch),
+        kv_head_(kv_head),
+        settled_end_(v.settled_end()),
+        begin_((v.first + kTile - 1) / kTile),
+        end_(min(v.position + 1, v.draft) / kTile),
+        tile_(begin_ + static_cast<int>(threadIdx.x)) {}
+
+  /// Asks for the pages of the thread's first tiles.
+  __device__ void look_up() {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id_[i] = tile(i) < end_ ? page_id(p_, batch_, tile(i) * kTile) : 0;
+  }
+  /// Asks for their bounds.
+  __device__ void load() {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      id[i] = page_id(p, batch, min(tile + i * threads, whole_end - 1) * kTile);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int key = min(tile + i * threads, whole_end - 1) * kTile;
-      survey.exists &= in_pool(p, id[i]);
-      bound[i] = in_pool(p, id[i]) ? plan::head_page(p.cache, id[i], kv_head).bound[slot_of(p, key) / kTile] : 0;
-    }
-#pragma unroll 1
-    for (int i = 0; i < kAtOnce && tile + i * threads < whole_end; ++i) {
-      unsigned of_tile = bound[0];
-#pragma unroll
-      for (int j = 1; j < kAtOnce; ++j) of_tile = i == j ? bound[j] : of_tile;
-      survey.largest = max(survey.largest, of_tile);
-      if (!v.settled(tile + i * threads)) continue;
-      survey.bound = max(survey.bound, of_tile);
-      survey.exponents += numerics::pow2_ceil_exponent(static_cast<uint16_t>(of_tile));
-      ++survey.settled;
+      found.exists &= in_pool(p_, id_[i]);
+      bound_[i] = tile(i) < end_ && in_pool(p_, id_[i]) ? bound_of(id_[i], tile(i) * kTile) : 0;
     }
   }
-  const auto key_by_key = [&](int tile) {
-    const int id = page_id(p, batch, tile * kTile);
-    survey.exists &= in_pool(p, id);
-    if (!in_pool(p, id)) return;
-    const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
-    for (int key = thread % 32; key < kTile; key += 32) {
-      if (!v.sees(tile * kTile + key)) continue;
-      const int at = slot_of(p, tile * kTile) + numerics::scale_slot(key);
-      survey.largest = max(survey.largest, unsigned{page.v_scale[at]});
-      if (page.k_scale[at] == numerics::kBf16Nan) survey.largest = max(survey.largest, unsigned{numerics::kBf16Nan});
+  /// Adds these, and all further ones.
+  __device__ void add_whole_tiles() {
+    add();
+#pragma unroll 1
+    for (tile_ += kAtOnce * threads(); tile_ < end_; tile_ += kAtOnce * threads()) {
+      look_up();
+      load();
+      add();
     }
-  };
-  // The first tile, if the window cuts it, is the last warp's, and those from whole_end on are the warps' before it.
-  const int warp = thread / 32, last_warp = threads / 32 - 1;
-  const int tile = warp == last_warp ? v.first / kTile : max(whole_end, whole_begin) + (last_warp - 1 - warp);
-  const bool cut = warp == last_warp ? v.first % kTile != 0 : tile < v.tiles();
-  if (cut) key_by_key(tile);
-}
+  }
+
+  /// Key by key. The first tile, if the window cuts it, is the last warp's, those past the whole ones are the warps'
+  /// before it.
+  __device__ void add_cut_tiles() {
+    const int warp = static_cast<int>(threadIdx.x) / 32, last_warp = threads() / 32 - 1;
+    const int tile = warp == last_warp ? v_.first / kTile : max(end_, begin_) + (last_warp - 1 - warp);
+    const bool cut = warp == last_warp ? v_.first % kTile != 0 : tile < v_.tiles();
+    if (!cut) return;
+    const int id = page_id(p_, batch_, tile * kTile);
+    found.exists &= in_pool(p_, id);
+    if (!in_pool(p_, id)) return;
+    const plan::HeadPage page = plan::head_page(p_.cache, id, kv_head_);
+    for (int key = static_cast<int>(threadIdx.x) % 32; key < kTile; key += 32) {
+      if (!v_.sees(tile * kTile + key)) continue;
+      const int at = slot_of(p_, tile * kTile) + numerics::scale_slot(key);
+      found.largest = max(found.largest, unsigned{page.v_scale[at]});
+      if (page.k_scale[at] == numerics::kBf16Nan) found.largest = max(found.largest, unsigned{numerics::kBf16Nan});
+    }
+  }
+
+ private:
+  static constexpr int kAtOnce = 4;  ///< tiles whose bounds are on their way
+
+  __device__ static int threads() { return static_cast<int>(blockDim.x); }
+  __device__ int tile(int i) const { return tile_ + i * threads(); }
+
+  __device__ uint16_t bound_of(int id, int key) const {
+    return plan::head_page(p_.cache, id, kv_head_).bound[slot_of(p_, key) / kTile];
+  }
+
+  __device__ void add() {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      found.largest = max(found.largest, unsigned{bound_[i]});
+      if (tile(i) >= min(end_, settled_end_)) continue;  // none of them is before the first that is settled
+      found.bound = max(found.bound, unsigned{bound_[i]});
+      found.exponents += numerics::pow2_ceil_exponent(bound_[i]);
+      ++found.settled;
+    }
+  }
+
+  const plan::DecodeParams& p_;
+  const Visible& v_;
+  const int batch_, kv_head_, settled_end_;
+  const int begin_, end_;  // of the whole tiles
+  int tile_;               // the first of the thread's that are on their way
+  int id_[kAtOnce];
+  uint16_t bound_[kAtOnce];
+};
 
 }  // namespace fold::cuda

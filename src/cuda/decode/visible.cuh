@@ -39,9 +39,10 @@ struct Visible {
     return tile * kTile >= first && last <= position && last < draft;
   }
 
-  __device__ bool settled(int tile) const {
-    return tile * kTile >= first && tile * kTile + kTile - 1 <= position - kTile;
-  }
+  __device__ bool settled(int tile) const { return tile * kTile >= first && tile < settled_end(); }
+
+  /// No tile from here on is settled.
+  __device__ int settled_end() const { return (position - kTile + 1) / kTile; }
 
   /// The visible keys of a tile.
   __device__ uint64_t mask(int tile) const {

@@ -78,9 +78,19 @@ __device__ inline void copy_4(uint32_t to, const void* from) {
 __device__ inline void copy_16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+/// The same if `wanted`.
+__device__ inline void copy_16_if(bool wanted, uint32_t to, const void* from) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+               "l"(from), "r"(static_cast<int>(wanted))
+               : "memory");
+}
 /// 16 bytes, or zeros (nothing is read) if not `kept`.
 __device__ inline void copy_16_or_zero(uint32_t to, const void* from, bool kept) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(kept ? 16 : 0) : "memory");
+}
+/// Arrives on a barrier once all of the thread's copies so far are there.
+__device__ inline void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 /// Waits for the thread's own copies.
 __device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

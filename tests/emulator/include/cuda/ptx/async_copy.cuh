@@ -23,9 +23,13 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 inline void fence_async() {}
 inline void copy_4(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 4, 4, where); }
 inline void copy_16(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 16, 16, where); }
+inline void copy_16_if(bool wanted, uint32_t to, const void* from, EMU_WHERE) {
+  if (wanted) emu::copy_async(to, from, 16, 16, where);
+}
 inline void copy_16_or_zero(uint32_t to, const void* from, bool kept, EMU_WHERE) {
   emu::copy_async(to, from, 16, kept ? 16 : 0, where);
 }
+inline void arrive_when_copied(uint32_t at, EMU_WHERE) { emu::arrive_when_copied(at, where); }
 inline void wait_copies(EMU_WHERE) { emu::wait_copies(-1, where); }
 inline void commit_copies() { emu::commit_copies(); }
 template <int Groups>
