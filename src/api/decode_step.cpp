@@ -154,9 +154,7 @@ class Call {
 
   int64_t workspace() const {
     if (backend_ == nullptr) return 0;
-    const int64_t bytes =
-        std::max(backend_->step_write_workspace(write_), backend_->decode_workspace(decode_, bounds()));
-    return 2 * table_bytes() + bytes;
+    return 2 * table_bytes() + write_bytes() + backend_->decode_workspace(decode_, bounds());
   }
 
   void run(const Launch& launch) {
@@ -168,12 +166,13 @@ class Call {
     write_.token_counts = reinterpret_cast<int32_t*>(tables + table_bytes());
     decode_.seqlens = write_.lengths;
     decode_.q_lens = write_.token_counts;
-    at.workspace = tables + 2 * table_bytes();
     const auto text = [this] {
       return "decode_step, q " + api::shape_text(args_.decode.q) + ", block_table " +
              api::shape_text(args_.decode.block_table);
     };
+    at.workspace = tables + 2 * table_bytes();
     api::require_launched(text, place_, backend_->step_write(write_, at));
+    at.workspace = tables + 2 * table_bytes() + write_bytes();
     api::require_launched(text, place_, backend_->decode(decode_, bounds(), at));
   }
 
@@ -181,7 +180,9 @@ class Call {
   /// Lengths, or numbers of tokens, in the workspace.
   int64_t table_bytes() const { return (decode_.batch * int64_t{sizeof(int32_t)} + 255) / 256 * 256; }
 
-  plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1]}; }
+  int64_t write_bytes() const { return (backend_->step_write_workspace(write_) + 255) / 256 * 256; }
+
+  plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1], .written = &write_}; }
 
   void describe() {
     const DecodeArgs& d = args_.decode;

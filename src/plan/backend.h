@@ -10,7 +10,7 @@
 namespace fold::plan {
 
 /// Of this header and of every struct that crosses the boundary; API and library must agree.
-constexpr int kBackendVersion = 5;
+constexpr int kBackendVersion = 6;
 
 /// What is declared about a cache write. Lengths, page ids and slots lie in device memory, where the host does not
 /// look, so grids and workspaces follow from these maxima alone.
@@ -21,6 +21,9 @@ struct CacheWriteBounds {
 
 struct DecodeBounds {
   int64_t max_pages;  // columns of block_table
+  /// The cache write launched right before, whose tables are the decode's seqlens and q_lens and whose workspace is not
+  /// its own; null: none.
+  const StepParams* written = nullptr;
 };
 
 /// Where a launch runs, and the memory it may use meanwhile.

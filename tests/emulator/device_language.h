@@ -155,7 +155,9 @@ T __ldcs(const T* p) {
 }
 template <typename T>
 T __ldcg(const T* p) {
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+  T value;
+  __atomic_load(p, &value, __ATOMIC_ACQUIRE);
+  return value;
 }
 
 // Integers.

@@ -1,5 +1,6 @@
 #pragma once
 #include "cuda/cache/blocks.cuh"
+#include "cuda/cache/bringing.cuh"
 #include "cuda/cache/row_warp.cuh"
 #include "cuda/ptx/launch_order.cuh"
 
@@ -9,38 +10,11 @@
 namespace fold::cuda::cache {
 
 struct Append {
-  Write write;            // cu_seqlens null; counts, lengths: written here
-  const int32_t* q_lens;  // (B,) or null
-  int64_t max_pages;      // columns of block_table
-  int32_t* lengths;       // (B,) keys after the step
-  int blocks;             // that a request can touch
+  Write write;  // cu_seqlens null; counts, lengths: written here
+  Bringing bringing;
+  int32_t* lengths;  // (B,) keys after the step
+  int blocks;        // that a request can touch
 };
-
-/// Tokens a request brings to the keys it holds.
-struct Brought {
-  int64_t before;
-  int count;
-};
-
-/// By a whole warp. Numbers that make no sense bring nothing: q_lens are cut to 0..T, and a request of a negative
-/// length, or whose keys would be too many for 32 bits, brings no token.
-__device__ inline Brought tokens_brought(const Append& a, int request) {
-  const plan::CacheWriteParams& p = a.write.params;
-  const TokenRange range = token_range(a.write, request);
-  const int64_t before = p.seqlens[request];
-  int count = range.last - range.first;
-  if (a.q_lens != nullptr) count = min(max(a.q_lens[request], 0), count);
-  if (p.slot_mapping != nullptr) {
-    int given = 0;
-    for (int t = range.first + static_cast<int>(threadIdx.x) % 32; t < range.last; t += 32) {
-      given += p.slot_mapping[t] >= 0;
-    }
-    count = min(count, __reduce_add_sync(kWarp, given));
-  }
-  const bool padding = before == 0 && (a.max_pages == 0 || p.block_table[request * p.block_table_stride] < 0);
-  if (padding || before < 0 || before + count > INT32_MAX) count = 0;
-  return {max(before, int64_t{0}), count};
-}
 
 /// slot: of the tile's first key.
 template <int D>
@@ -106,7 +80,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, 1024 / BlockShape<D>:
   const int thread = static_cast<int>(threadIdx.x), heads = static_cast<int>(p.cache.layout.n_kv_heads);
   const int head = static_cast<int>(blockIdx.x) % heads, at_block = static_cast<int>(blockIdx.x) / heads;
   const int request = at_block / a.blocks, block = at_block % a.blocks;
-  const Brought brought = tokens_brought(a, request);
+  const Brought brought = tokens_brought(a.bringing, request);
   if (head == 0 && block == 0 && thread == 0) {
     a.lengths[request] = static_cast<int32_t>(brought.before + brought.count);
     a.write.counts[request] = brought.count;

@@ -162,8 +162,7 @@ void step_write(const plan::StepParams& params, void* workspace, cudaStream_t st
                            .token_of = nullptr,
                            .counts = params.token_counts,
                            .arrivals = reinterpret_cast<uint32_t*>(at(parts.arrivals))},
-                 .q_lens = params.q_lens,
-                 .max_pages = params.max_pages,
+                 .bringing = bringing_of(params),
                  .lengths = params.lengths,
                  .blocks = static_cast<int>((params.tokens + 2 * kTile - 2) / kTile)};
   for_head_dim(params.write.cache.layout.head_dim,

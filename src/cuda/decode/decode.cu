@@ -128,15 +128,18 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   }
 }
 
-/// Before step_kernel: one CTA a group.
+/// Before step_kernel: one CTA a group. Whatever came before has finished once it lets the next kernel start.
 template <int D>
 __global__ __launch_bounds__(kPrepareThreads, 2) void prepare_kernel(const __grid_constant__ Step step) {
-  ptx::wait_for_earlier_kernels();
-  ptx::let_next_kernel_start();
+  if (!step.appends) {
+    ptx::wait_for_earlier_kernels();
+    ptx::let_next_kernel_start();
+  }
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const int index = static_cast<int>(blockIdx.x);
   clear_group(step, index);
   if (prepare_group<D>(step, index, *reinterpret_cast<PrepareShared<D>*>(shared_bytes))) return;
+  ptx::wait_for_earlier_kernels();
   if (threadIdx.x == 0) step.workspace.group(index).head->seen = 0;
   write_unseen<D>(step, index);
 }
@@ -201,7 +204,10 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .splits = 1,
             .parts = 1,
             .again = false,
-            .max_pages = bounds.max_pages};
+            .max_pages = bounds.max_pages,
+            .appends = bounds.written != nullptr,
+            .bringing = {}};
+  if (step.appends) step.bringing = cache::bringing_of(*bounds.written);
   if (step.workspace.groups == 0) return;
   if (params.gates != nullptr) {
     step.gates = {params.gates[0], params.gates[1], params.gates[2], params.gates[3], params.gates[4]};

@@ -1,4 +1,5 @@
 #pragma once
+#include "cuda/cache/bringing.cuh"
 #include "cuda/decode/visible.cuh"
 #include "numerics/gates.h"
 #include "numerics/reference.h"
@@ -106,6 +107,8 @@ struct Step {
   int parts;          // and of rows
   bool again;         // the groups in the queue, cut finer
   int64_t max_pages;  // columns of the block table
+  bool appends;       // the kernel right before writes the step's tokens to the cache
+  cache::Bringing bringing;
 };
 
 /// What a group's index stands for. token: of the request.
@@ -119,9 +122,9 @@ __device__ inline GroupPlace place_of_group(const Step& step, int group) {
 }
 
 /// False: the token sees no key, or keys past the table.
-__device__ inline bool find_visible(const Step& step, int batch, int token, Visible& v) {
+__device__ inline bool find_visible(const Step& step, const RequestLength& request, int batch, int token, Visible& v) {
   const plan::CacheView& cache = step.params.cache;
-  return find_visible(step.params, batch, token, v) && cache.num_pages > 0 &&
+  return find_visible(step.params, request, batch, token, v) && cache.num_pages > 0 &&
          v.last_physical() / static_cast<int>(cache.layout.page_size) < step.max_pages;
 }
 

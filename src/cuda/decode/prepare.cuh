@@ -3,6 +3,7 @@
 #include "cuda/decode/key_lanes.cuh"
 #include "cuda/decode/survey.cuh"
 #include "cuda/ptx/async_copy.cuh"
+#include "cuda/ptx/launch_order.cuh"
 #include "numerics/reference.h"
 
 // What comes before a group's sums: its queries split into planes, and its rows' references (docs/numerics.md, sections
@@ -48,7 +49,7 @@ __device__ GivenRow<D> load_row(const plan::DecodeParams& p, int batch, int toke
                 batch * p.q_stride_b + token * p.q_stride_t + head * p.q_stride_h + lane * (D / 32));
   row.depth = p.depth == nullptr
                   ? INFINITY
-                  : p.depth[batch * p.depth_stride_b + token * p.depth_stride_t + head * p.depth_stride_h];
+                  : __ldcg(p.depth + batch * p.depth_stride_b + token * p.depth_stride_t + head * p.depth_stride_h);
   return row;
 }
 
@@ -111,7 +112,7 @@ __device__ uint16_t send_key(const plan::DecodeParams& p, int id, int kv_head, i
     ptx::copy_16(ptx::shared_address(&shared.h[i][16 * piece]), page.k_h + at);
     if (p.cache.layout.k_bits > 4) ptx::copy_16(ptx::shared_address(&shared.l[i][16 * piece]), page.k_l + at);
   }
-  return page.k_scale[slot / kTile * kTile + numerics::scale_slot(slot % kTile)];
+  return __ldcg(page.k_scale + slot / kTile * kTile + numerics::scale_slot(slot % kTile));
 }
 
 /// Adds what a thread found of the keys' scales. By whole warps.
@@ -295,7 +296,8 @@ __device__ inline int scored_key(const Visible& v, const Scored& scored, int i) 
 }
 
 /// Declares a group's references and what else its sums need to know. By kPrepareThreads. False: the token sees no key,
-/// keys past the table, or some page that is not in the pool.
+/// keys past the table, or some page that is not in the pool. Beside a kernel that writes the step's tokens, what is
+/// older is asked for before that kernel is waited for.
 template <int D>
 __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& shared) {
   const plan::DecodeParams& p = step.params;
@@ -304,8 +306,17 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   const int slot = kPreparedRows - 1 - warp;
   GivenRow<D> given{};
   if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
+  RequestLength request;
+  int written = INT_MAX;  // keys from here on are not there before the wait
+  if (step.appends) {
+    const cache::Brought brought = cache::tokens_brought(step.bringing, batch);
+    request = {static_cast<int>(brought.before) + brought.count, brought.count};
+    written = static_cast<int>(brought.before);
+  } else {
+    request = length_of(p, batch);
+  }
   Visible v;
-  if (!find_visible(step, batch, token, v)) return false;
+  if (!find_visible(step, request, batch, token, v)) return false;
   // Everything is sent for before anything of it is waited for: pages' ids first, then what is in the pages.
   const int n = v.count();
   const Scored scored = scored_of(n);
@@ -318,21 +329,28 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
     physical[j] = v.physical(scored_key(v, scored, i));
     id[j] = page_id(p, batch, physical[j]);
   }
-  ScaleSurvey survey(p, v, batch, kv_head);
+  ScaleSurvey survey(p, v, batch, kv_head, written);
   survey.look_up();
   if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
   uint16_t scale[2] = {};
+  const auto send_keys = [&](bool are_written) {
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    if (!in_pool(p, id[j])) continue;
-    scale[j] = send_key(p, id[j], kv_head, slot_of(p, physical[j]), first_key + lane / 4 + 8 * j, lane % 4, shared);
-  }
+    for (int j = 0; j < 2; ++j) {
+      if (!in_pool(p, id[j]) || (physical[j] < written) != are_written) continue;
+      scale[j] = send_key(p, id[j], kv_head, slot_of(p, physical[j]), first_key + lane / 4 + 8 * j, lane % 4, shared);
+    }
+  };
+  send_keys(true);
   survey.load();
-  clear_group(step, index);
   if (thread == 0) {
     shared.keys = n;
     shared.position = v.position;
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
+  }
+  if (step.appends) {
+    ptx::wait_for_earlier_kernels();
+    ptx::let_next_kernel_start();
+    send_keys(false);
   }
   survey.add_cut_tiles();
   __syncthreads();
@@ -340,6 +358,8 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   add_survey(survey.found, shared);
   ptx::wait_copies();
   if (!__syncthreads_and(survey.found.exists)) return false;
+  int typical = 0;
+  bool outliers = false;
 #pragma unroll 1
   for (int row = 0; row < rows; row += kPreparedRows) {
     const int r = row + slot;
@@ -352,18 +372,21 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
     score_keys(first_key, scale, p.cache.layout.k_bits > 4, min(rows - row, kPreparedRows), shared);
     __syncthreads();
     if (r < rows) declare_row(step, index, r, slot, shared);
+    if (row == 0 && thread == 0) {
+      if (shared.settled > 0) typical = numerics::typical_exponent(shared.exponents, shared.settled);
+      outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), typical) > 0.0f;
+    }
     __syncthreads();
   }
   if (thread != 0) return true;
   const bool corrected = p.cache.layout.tail && p.window_left < 0;
-  const int typical = shared.settled > 0 ? numerics::typical_exponent(shared.exponents, shared.settled) : 0;
   *step.workspace.group(index).head = {
       .run = 0,
       .arrivals = 0,
       .fit_mark = corrected ? static_cast<int>(plan::last_mark(shared.position - (kTile - 1))) : 0,
       .typical = typical,
       .seen = 1,
-      .outliers = numerics::outlier_depth(static_cast<uint16_t>(shared.largest_bound), typical) > 0.0f,
+      .outliers = outliers,
       .nan = shared.nan,
       .active = ~shared.nan & (rows == 64 ? ~uint64_t{0} : (uint64_t{1} << rows) - 1),
       .recomputed = 0,

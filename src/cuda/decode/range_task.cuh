@@ -30,7 +30,7 @@ __device__ inline bool start_task(const Step& step, const Item& item, RangeTask&
   task.batch = at.batch;
   task.token = at.token;
   task.kv_head = at.kv_head;
-  if (!find_visible(step, task.batch, task.token, task.visible)) return false;
+  if (!find_visible(step, length_of(p, task.batch), task.batch, task.token, task.visible)) return false;
   task.g = step.workspace.group(item.group);
   task.rows = step.workspace.rows;
   task.row_begin = task.rows * item.part / step.parts;

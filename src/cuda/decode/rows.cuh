@@ -33,16 +33,16 @@ __device__ void rotate_row(float (&x)[D / 32], int lane) {
   for (int i = 0; i < N; ++i) x[i] = numerics::mul(x[i], numerics::rotation_scale(D));
 }
 
-/// N elements from data + at on, at any address. All are read before one is converted.
+/// N elements from data + at on, at any address, past L1. All are read before one is converted.
 template <int N>
 __device__ void load_elements(float (&x)[N], const void* data, DType dtype, int64_t at) {
   uint32_t bits[N];
   if (dtype == DType::f32) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) bits[i] = static_cast<const uint32_t*>(data)[at + i];
+    for (int i = 0; i < N; ++i) bits[i] = __ldcg(static_cast<const uint32_t*>(data) + at + i);
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) bits[i] = static_cast<const uint16_t*>(data)[at + i];
+    for (int i = 0; i < N; ++i) bits[i] = __ldcg(static_cast<const uint16_t*>(data) + at + i);
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {

@@ -9,7 +9,8 @@ class ScanWarp {
  public:
   using Shared = StreamShared<D, Quads>;
 
-  /// Of the range's tiles the warp has every kScanWarps-th, from its own number on.
+  /// What the range's warps take in turn, from its end on, is a tile, or half of one whose keys are all read: those of
+  /// one tile would keep a warp longer than all else.
   __device__ ScanWarp(const Step& step, const RangeTask& task, Shared& shared, int warp)
       : p_(step.params),
         task_(task),
@@ -19,10 +20,11 @@ class ScanWarp {
         lane_(threadIdx.x % 32),
         g_(lane_ / 4),
         c_(lane_ % 4),
-        first_tile_(task.tiles.begin + warp),
-        tiles_((task.tiles.end - first_tile_ + Shared::kScanWarps - 1) / Shared::kScanWarps),
         first_key_(task.visible.first),
-        settled_end_(task.visible.settled_end()),
+        halves_from_(min(max(task.visible.settled_end(), task.tiles.begin), task.tiles.end)),
+        last_unit_(2 * task.tiles.end - halves_from_ - 1 - warp),
+        units_((last_unit_ - task.tiles.begin + Shared::kScanWarps) / Shared::kScanWarps),
+        halves_((max(last_unit_ - halves_from_, -1) + Shared::kScanWarps) / Shared::kScanWarps),
         tiles_of_page_(shared.tiles_of_page),
         per_page_(shared.per_page),
         keys_at_(shared.offsets.k_h + 16 * lane_),
@@ -36,19 +38,19 @@ class ScanWarp {
   template <class Ready>
   __device__ void run(Ready ready) {
     next_pages_ = look_up(lane_);
-    for (int n = -kStages; n <= tiles_; ++n) {
+    for (int n = -kStages; n <= units_; ++n) {
       if (n == 0) {
         ready();
         loud_ = s_.loud != 0;
         if constexpr (kHolds) held_ = {s_.row[c_], s_.fragment[0][0][lane_]};
       }
-      if (n >= 0 && n < tiles_) {
+      if (n >= 0 && n < units_) {
         ptx::wait_barrier(barrier_ + 8 * (n % kStages), n / kStages % 2);
-        scan(w_.stage[n % kStages], tile(n));
+        scan(w_.stage[n % kStages], n);
       }
       __syncwarp();
-      if (n + kStages < tiles_) send(n + kStages);
-      if (n >= 0) candidates_.read(n == tiles_);
+      if (n + kStages < units_) send(n + kStages);
+      if (n >= 0) candidates_.read(n == units_);
     }
     candidates_.flush(seen_, 2 * settled_tiles_);
   }
@@ -81,23 +83,24 @@ class ScanWarp {
     }
   }
 
-  __device__ int tile(int n) const { return first_tile_ + n * Shared::kScanWarps; }
-
-  __device__ bool settled(int tile) const { return tile * kTile >= first_key_ && tile < settled_end_; }
+  // Units are numbered as the tiles are as long as those are whole, then two a tile. A warp's first are halves.
+  __device__ int unit(int n) const { return last_unit_ - n * Shared::kScanWarps; }
+  __device__ int tile(int n) const { return n < halves_ ? (unit(n) + halves_from_) >> 1 : unit(n); }
+  __device__ bool settled(int n) const { return n >= halves_ && unit(n) * kTile >= first_key_; }
 
   /// The block table's column of a tile.
   __device__ int column(int tile) const {
     return static_cast<int>(uint64_t{static_cast<unsigned>(tile)} * per_page_ >> 31);
   }
 
-  /// The page of the warp's n-th tile, as the block table has it.
+  /// The page of that tile, as the block table has it.
   __device__ unsigned look_up(int n) const {
-    if (n >= tiles_) return 0;
+    if (n >= units_) return 0;
     const int64_t at = task_.batch * p_.block_table_stride + column(tile(n));
     return static_cast<unsigned>(__ldcg(p_.block_table + at));
   }
 
-  /// Sends for the warp's n-th tile. A lane looks up a page, long before it is asked for.
+  /// Sends for the tile of the warp's n-th unit. A lane looks up a page, long before it is asked for.
   __device__ void send(int n) {
     if (n % 32 == 0) {
       pages_ = next_pages_;
@@ -117,7 +120,7 @@ class ScanWarp {
     static_assert(offsetof(Stage, k_scale) == kTile * kHalf && offsetof(Stage, v_scale) == kTile * (kHalf + 2) &&
                   offsetof(Stage, bound) == kTile * (kHalf + 4));
     const bool scales = lane_ < 2 * kScaleLanes;
-    ptx::copy_16_if(scales || (lane_ == 2 * kScaleLanes && settled(tile(n))), to + kTile * kHalf,
+    ptx::copy_16_if(scales || (lane_ == 2 * kScaleLanes && settled(n)), to + kTile * kHalf,
                     from + ((beside_at_ + 2 * (scales ? slot : in_page)) & ~15));
     ptx::arrive_when_copied(barrier_ + 8 * (n % kStages));
   }
@@ -125,9 +128,20 @@ class ScanWarp {
   __device__ int bound_offset(int slot) const { return s_.offsets.bound + 2 * (slot / kTile); }
 
   /// Level 0: lists the keys that ask for more, adds the weights of the others.
-  __device__ void scan(const Stage& stage, int tile) {
-    const bool settled = this->settled(tile);
-    const TileKeys keys = settled ? settled_keys(first_key_, tile, g_) : keys_of(task_.visible, tile, g_);
+  __device__ void scan(const Stage& stage, int n) {
+    const int tile = this->tile(n);
+    const bool settled = this->settled(n);
+    TileKeys keys = settled_keys(first_key_, tile, g_);
+    int begin = 0, end = 8;  // of the keys' bits
+    if (!settled) {
+      keys = keys_of(task_.visible, tile, g_);
+      if (n < halves_) {
+        begin = (unit(n) - halves_from_) % 2 * 4;
+        end = begin + 4;
+        keys.seen &= 0xFu << begin;
+        keys.forced &= keys.seen;
+      }
+    }
     // By how much the block's outliers open V's gates.
     const float deeper =
         settled && task_.outliers != 0
@@ -135,8 +149,9 @@ class ScanWarp {
             : 0.0f;
     const int k_bits = p_.cache.layout.k_bits;
     unsigned all_low = 0, all_further = 0, all_bytes = 0;  // bit i: key g + 8 i
+    int first = end - kAtOnce;
 #pragma unroll 1
-    for (int first = 8 - kAtOnce; first >= 0; first -= kAtOnce) {
+    do {
       float x[kAtOnce][Quads];
       const unsigned asks = score(stage, first, deeper, x);
       const unsigned seen = keys.seen >> first & kMask, forced = keys.forced >> first & kMask;
@@ -146,8 +161,10 @@ class ScanWarp {
       all_low = all_low << kAtOnce | reads_low;
       all_further = all_further << kAtOnce | further;
       all_bytes = all_bytes << kAtOnce | (asks >> 16 & reads_low);
-    }
-    candidates_.list(stage, all_further, all_low, keys.forced, k_bits == 16 ? all_bytes : 0, deeper);
+      first -= kAtOnce;
+    } while (first >= begin);
+    candidates_.list(stage, all_further << begin, all_low << begin, keys.forced, k_bits == 16 ? all_bytes << begin : 0,
+                     deeper);
     settled_tiles_ += settled ? 1 : 0;
     seen_ += __popc(keys.seen);
   }
@@ -232,9 +249,10 @@ class ScanWarp {
   Shared& s_;
   typename Shared::Scan& w_;
   const uint32_t barrier_;
-  const int lane_, g_, c_;  // lane 4 g + c
-  const int first_tile_, tiles_;
-  const int first_key_, settled_end_;  // as task_.visible has them
+  const int lane_, g_, c_;             // lane 4 g + c
+  const int first_key_;                // that is visible
+  const int halves_from_, last_unit_;  // the first tile that is taken in halves; the warp's first unit
+  const int units_, halves_;           // how many the warp has, and how many of them are halves
   const int tiles_of_page_;
   const unsigned per_page_;        // as StreamShared has it
   const int keys_at_, beside_at_;  // in a page: what the lane sends for of its first tile
@@ -242,7 +260,7 @@ class ScanWarp {
   Candidates<D, Quads> candidates_;
   Held held_;
   bool loud_;                            // as StreamShared has it
-  unsigned pages_ = 0, next_pages_ = 0;  // of 32 tiles, a lane each; of those to come
+  unsigned pages_ = 0, next_pages_ = 0;  // of 32 units, a lane each; of those to come
   int seen_ = 0, settled_tiles_ = 0;     // keys a lane has scanned
 };
 

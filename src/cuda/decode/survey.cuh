@@ -7,9 +7,9 @@
 // whole, else key by key; and where in the pool keys are.
 namespace fold::cuda {
 
-/// Of the page that holds a physical key, as the block table has it.
+/// Of the page that holds a physical key, as the block table has it. Past L1, as is all that prepare_kernel reads.
 __device__ inline int page_id(const plan::DecodeParams& p, int batch, int key) {
-  return p.block_table[batch * p.block_table_stride + key / static_cast<int>(p.cache.layout.page_size)];
+  return __ldcg(p.block_table + batch * p.block_table_stride + key / static_cast<int>(p.cache.layout.page_size));
 }
 /// The section pointers of that page.
 __device__ inline plan::HeadPage page_of(const plan::DecodeParams& p, int batch, int kv_head, int key) {
@@ -36,20 +36,25 @@ class ScaleSurvey {
  public:
   SurveyedScales found;
 
-  __device__ ScaleSurvey(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head)
+  /// Of the tiles from key `end` on, each key is looked at by itself: their bounds may not be written yet.
+  __device__ ScaleSurvey(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head, int end)
       : p_(p),
         v_(v),
         batch_(batch),
         kv_head_(kv_head),
         settled_end_(v.settled_end()),
         begin_((v.first + kTile - 1) / kTile),
-        end_(min(v.position + 1, v.draft) / kTile),
-        tile_(begin_ + static_cast<int>(threadIdx.x)) {}
+        end_(min(min(v.position + 1, v.draft), end) / kTile),
+        tile_(begin_ + static_cast<int>(threadIdx.x)) {
+    // The first tile, if the window cuts it, is the last warp's, those past the whole ones are the warps' before it.
+    const int before = (threads() - static_cast<int>(threadIdx.x) - 1) / 32;
+    cut_tile_ = before > 0 ? max(end_, begin_) + before - 1 : v.first % kTile != 0 ? v.first / kTile : INT_MAX;
+  }
 
   /// Asks for the pages of the thread's first tiles.
   __device__ void look_up() {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) id_[i] = tile(i) < end_ ? page_id(p_, batch_, tile(i) * kTile) : 0;
+    look_up_whole();
+    if (is_cut()) cut_id_ = page_id(p_, batch_, cut_tile_ * kTile);
   }
   /// Asks for their bounds.
   __device__ void load() {
@@ -64,28 +69,31 @@ class ScaleSurvey {
     add();
 #pragma unroll 1
     for (tile_ += kAtOnce * threads(); tile_ < end_; tile_ += kAtOnce * threads()) {
-      look_up();
+      look_up_whole();
       load();
       add();
     }
   }
 
-  /// Key by key. The first tile, if the window cuts it, is the last warp's, those past the whole ones are the warps'
-  /// before it.
+  /// Key by key.
   __device__ void add_cut_tiles() {
-    const int warp = static_cast<int>(threadIdx.x) / 32, last_warp = threads() / 32 - 1;
-    const int tile = warp == last_warp ? v_.first / kTile : max(end_, begin_) + (last_warp - 1 - warp);
-    const bool cut = warp == last_warp ? v_.first % kTile != 0 : tile < v_.tiles();
-    if (!cut) return;
-    const int id = page_id(p_, batch_, tile * kTile);
-    found.exists &= in_pool(p_, id);
-    if (!in_pool(p_, id)) return;
-    const plan::HeadPage page = plan::head_page(p_.cache, id, kv_head_);
-    for (int key = static_cast<int>(threadIdx.x) % 32; key < kTile; key += 32) {
-      if (!v_.sees(tile * kTile + key)) continue;
-      const int at = slot_of(p_, tile * kTile) + numerics::scale_slot(key);
-      found.largest = max(found.largest, unsigned{page.v_scale[at]});
-      if (page.k_scale[at] == numerics::kBf16Nan) found.largest = max(found.largest, unsigned{numerics::kBf16Nan});
+    if (!is_cut()) return;
+    found.exists &= in_pool(p_, cut_id_);
+    if (!in_pool(p_, cut_id_)) return;
+    const plan::HeadPage page = plan::head_page(p_.cache, cut_id_, kv_head_);
+    uint16_t v_scale[2] = {}, k_scale[2] = {};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int key = static_cast<int>(threadIdx.x) % 32 + 32 * j;
+      if (!v_.sees(cut_tile_ * kTile + key)) continue;
+      const int at = slot_of(p_, cut_tile_ * kTile) + numerics::scale_slot(key);
+      v_scale[j] = __ldcg(page.v_scale + at);
+      k_scale[j] = __ldcg(page.k_scale + at);
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      found.largest = max(found.largest, unsigned{v_scale[j]});
+      if (k_scale[j] == numerics::kBf16Nan) found.largest = max(found.largest, unsigned{numerics::kBf16Nan});
     }
   }
 
@@ -94,9 +102,15 @@ class ScaleSurvey {
 
   __device__ static int threads() { return static_cast<int>(blockDim.x); }
   __device__ int tile(int i) const { return tile_ + i * threads(); }
+  __device__ bool is_cut() const { return cut_tile_ < v_.tiles(); }
+
+  __device__ void look_up_whole() {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id_[i] = tile(i) < end_ ? page_id(p_, batch_, tile(i) * kTile) : 0;
+  }
 
   __device__ uint16_t bound_of(int id, int key) const {
-    return plan::head_page(p_.cache, id, kv_head_).bound[slot_of(p_, key) / kTile];
+    return __ldcg(plan::head_page(p_.cache, id, kv_head_).bound + slot_of(p_, key) / kTile);
   }
 
   __device__ void add() {
@@ -115,6 +129,8 @@ class ScaleSurvey {
   const int batch_, kv_head_, settled_end_;
   const int begin_, end_;  // of the whole tiles
   int tile_;               // the first of the thread's that are on their way
+  int cut_tile_;           // the warp's, if there is one
+  int cut_id_ = 0;
   int id_[kAtOnce];
   uint16_t bound_[kAtOnce];
 };

@@ -81,10 +81,19 @@ __device__ inline TileRange tiles_within(const Visible& v, int64_t key_begin, in
   return {static_cast<int>(begin), static_cast<int>(end)};
 }
 
-/// False if the token sees no key. Read past L1: it may be before the kernels before have been waited for.
-__device__ inline bool find_visible(const plan::DecodeParams& p, int batch, int token, Visible& v) {
-  const int length = __ldcg(p.seqlens + batch);
-  const int q_len = p.q_lens != nullptr ? __ldcg(p.q_lens + batch) : static_cast<int>(p.tokens);
+/// What a request holds, its tokens of this step included. Read past L1: it may be before the kernels before have been
+/// waited for.
+struct RequestLength {
+  int keys, tokens;
+};
+__device__ inline RequestLength length_of(const plan::DecodeParams& p, int batch) {
+  return {__ldcg(p.seqlens + batch), p.q_lens != nullptr ? __ldcg(p.q_lens + batch) : static_cast<int>(p.tokens)};
+}
+
+/// False if the token sees no key.
+__device__ inline bool find_visible(const plan::DecodeParams& p, const RequestLength& request, int batch, int token,
+                                    Visible& v) {
+  const auto [length, q_len] = request;
   if (token >= q_len || length < q_len) return false;
   v.draft = length - q_len;
   v.path = p.tree != nullptr
