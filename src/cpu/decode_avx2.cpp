@@ -1,6 +1,6 @@
 #if defined(__x86_64__)
+#include "cpu/decode_kernels.h"
 #include "cpu/decode_ops_generic.h"
-#include "cpu/decode_worker.h"
 
 namespace fold::cpu {
 

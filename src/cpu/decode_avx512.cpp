@@ -6,28 +6,37 @@
 #endif
 #include <array>
 
+#include "cpu/decode_kernels.h"
 #include "cpu/decode_ops_generic.h"
 #include "cpu/decode_sums_avx512.h"
-#include "cpu/decode_worker.h"
 
 namespace fold::cpu {
 namespace {
 
-/// Sums of neighbouring unsigned 32-bit lanes.
-__m512i pair_sums(__m512i v) {
-  return _mm512_add_epi64(_mm512_and_si512(v, _mm512_set1_epi64(0xFFFFFFFF)), _mm512_srli_epi64(v, 32));
-}
+/// A sum of unsigned 32-bit lanes: of pairs as 64-bit integers, and of their upper halves.
+struct LaneSum {
+  void add(__m512i lanes) {
+    pairs = _mm512_add_epi64(pairs, lanes);
+    upper = _mm512_add_epi64(upper, _mm512_srli_epi64(lanes, 32));
+  }
+  int64_t total() const {  // an upper half counts 2^32 in its pair
+    const __m512i lower = _mm512_sub_epi64(pairs, _mm512_slli_epi64(upper, 32));
+    return _mm512_reduce_add_epi64(_mm512_add_epi64(lower, upper));
+  }
+  __m512i pairs = _mm512_setzero_si512(), upper = _mm512_setzero_si512();
+};
 
 template <int D>
 struct Avx512Ops : GenericOps<D> {
-  using typename GenericOps<D>::Mass;
+  using LaneSum = cpu::LaneSum;
   static constexpr int kHalf = D / 2;
   template <int Bytes>
   using Sums = Avx512Sums<D, Bytes>;
 
   /// 16 keys stand in the 16 lanes of a register: rows are transposed into words of 4 bytes, once for all the query
-  /// rows, and a query word is broadcast to meet the four registers of the tile.
-  static void scan(const uint8_t* h, const Query& q, int rows, int32_t* d0) {
+  /// rows, and a query word is broadcast to meet the four registers of the tile. Odd channels first, the low nibbles;
+  /// even ones stay in the high nibbles, 16 times their codes.
+  static void scan(const uint8_t* h, const uint8_t* next, const Query& q, int rows, int32_t* d0) {
     constexpr int kWords = kHalf / 4;
     __m512i words[kWords][4];  // [w][g] lane i: bytes 4w..4w+3 of key 16 g + i
     for (int g = 0; g < 4; ++g) {
@@ -35,38 +44,44 @@ struct Avx512Ops : GenericOps<D> {
     }
     by_rows(rows, [&](int first, auto size) {
       constexpr int R = decltype(size)::value;
-      const __m512i low = _mm512_set1_epi8(15);
       __m512i sum[R][4];
 #pragma GCC unroll 16
       for (int i = 0; i < 4 * R; ++i) sum[i / 4][i % 4] = _mm512_setzero_si512();
-      const int8_t* plane = &q.a_split[static_cast<size_t>(first) * D];
-      for (int w = 0; w < kWords; ++w) {
-        __m512i even[4], odd[4];
-#pragma GCC unroll 4
-        for (int g = 0; g < 4; ++g) {
-          even[g] = _mm512_and_si512(_mm512_srli_epi16(words[w][g], 4), low);
-          odd[g] = _mm512_and_si512(words[w][g], low);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const __m512i q_even = broadcast(plane + r * D + 4 * w);
-#pragma GCC unroll 4
-          for (int g = 0; g < 4; ++g) sum[r][g] = _mm512_dpbusd_epi32(sum[r][g], even[g], q_even);
-          const __m512i q_odd = broadcast(plane + r * D + kHalf + 4 * w);
-#pragma GCC unroll 4
-          for (int g = 0; g < 4; ++g) sum[r][g] = _mm512_dpbusd_epi32(sum[r][g], odd[g], q_odd);
-        }
-      }
+      const int8_t* const even = &q.a_split[static_cast<size_t>(first) * D];
+      add_products(words, _mm512_set1_epi8(15), even + kHalf, next, sum);
+#pragma GCC unroll 16
+      for (int i = 0; i < 4 * R; ++i) sum[i / 4][i % 4] = _mm512_slli_epi32(sum[i / 4][i % 4], 4);
+      add_products(words, _mm512_set1_epi8(static_cast<char>(0xF0)), even, next + kTile * kHalf / 2, sum);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {  // codes times 32 are 241 above 32 h + 15
         const __m512i offset = _mm512_set1_epi32(241 * q.sum_a[first + r]);
 #pragma GCC unroll 4
         for (int g = 0; g < 4; ++g) {
-          const __m512i product = _mm512_sub_epi32(_mm512_slli_epi32(sum[r][g], 5), offset);
+          const __m512i product = _mm512_sub_epi32(_mm512_add_epi32(sum[r][g], sum[r][g]), offset);
           _mm512_store_si512(d0 + (first + r) * kTile + kLanes * g, product);
         }
       }
     });
+  }
+
+  /// Adds the products of the words' bits in `mask` with R query rows, D apart. Sends for half a tile at `next`, spread
+  /// out, as a core takes only a few lines at a time.
+  template <int R>
+  static void add_products(const __m512i (*words)[4], __m512i mask, const int8_t* query, const uint8_t* next,
+                           __m512i (&sum)[R][4]) {
+    for (int w = 0; w < kHalf / 4; ++w) {
+      __builtin_prefetch(next + 128 * w);
+      __builtin_prefetch(next + 128 * w + 64);
+      __m512i codes[4];
+#pragma GCC unroll 4
+      for (int g = 0; g < 4; ++g) codes[g] = _mm512_and_si512(words[w][g], mask);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m512i q = broadcast(query + r * D + 4 * w);
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; ++g) sum[r][g] = _mm512_dpbusd_epi32(sum[r][g], codes[g], q);
+      }
+    }
   }
 
   /// words[4 j] lane i = 4 bytes of row i from 4 j on. rows: the first 16 bytes of 16 plane rows.
@@ -86,33 +101,36 @@ struct Avx512Ops : GenericOps<D> {
     words[12] = _mm512_unpackhi_epi64(ab_high, cd_high);
   }
 
-  /// Few keys: every key's products are summed along its row, for four keys and four query rows at once.
-  template <bool Both, class Row>
-  static void dots(const Row* keys, int count, const int8_t* qa, const int8_t* qb, const int32_t* sums, int rows,
-                   int32_t* out) {
-    for (int k = 0; k < count; k += 4) {
-      __m512i key[4][D / 64];
-      load_keys(keys + k, key);
-      by_rows(rows, [&](int first, auto size) {
-        constexpr int R = decltype(size)::value;
-        __m512i part[4] = {};  // lane 4 j + i of a query row: what 128 bits j of key i add to its product
+  /// Four keys: every key's products are summed along its row, for four query rows at once. f(first, used, products):
+  /// lane 4 r + i is key i's product with row first + r; `used`: the lanes that have a row.
+  template <bool Both, class Row, class F>
+  static void quad_dots(const Row* keys, const int8_t* qa, const int8_t* qb, const int32_t* sums, int rows, F f) {
+    __m512i key[4][D / 64];
+    load_keys(keys, key);
+    by_rows(rows, [&](int first, auto size) {
+      constexpr int R = decltype(size)::value;
+      __m512i part[4] = {};  // lane 4 j + i of a query row: what 128 bits j of key i add to its product
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const int8_t *a = qa + (first + r) * D, *b = qb + (first + r) * D;
-          part[r] = add_lanes(dot<Both>(key[0], a, b), dot<Both>(key[1], a, b), dot<Both>(key[2], a, b),
-                              dot<Both>(key[3], a, b));
-        }
-        const __m512i total = add_quarters(add_quarters(part[0], part[1]), add_quarters(part[2], part[3]));
-        const auto put = [&](int r, __m128i raised) {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (first + r) * kTile + k),
-                           _mm_sub_epi32(raised, _mm_set1_epi32(128 * sums[first + r])));
-        };
-        [&]<int... r>(std::integer_sequence<int, r...>) {  // 128 bits a query row
-          (put(r, _mm512_extracti32x4_epi32(total, r)), ...);
-        }
-        (std::make_integer_sequence<int, R>{});
-      });
-    }
+      for (int r = 0; r < R; ++r) {
+        const int8_t *a = qa + (first + r) * D, *b = qb + (first + r) * D;
+        part[r] = add_lanes(dot<Both>(key[0], a, b), dot<Both>(key[1], a, b), dot<Both>(key[2], a, b),
+                            dot<Both>(key[3], a, b));
+      }
+      const __m512i total = add_quarters(add_quarters(part[0], part[1]), add_quarters(part[2], part[3]));
+      const __m128i raised = _mm_slli_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sums + first)), 7);
+      const __m512i by_row = _mm512_permutexvar_epi32(quarters(), _mm512_castsi128_si512(raised));
+      f(first, static_cast<__mmask16>((1u << 4 * R) - 1), _mm512_sub_epi32(total, by_row));
+    });
+  }
+
+  /// Lane i of 16 holds i / 4.
+  static __m512i quarters() { return _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3); }
+
+  template <bool Both, class Row>
+  static void dots(const Row* keys, const int8_t* qa, const int8_t* qb, const int32_t* sums, int rows, int32_t* out) {
+    quad_dots<Both>(keys, qa, qb, sums, rows, [&](int first, __mmask16 /*used*/, __m512i products) {
+      _mm512_storeu_si512(out + 4 * first, products);
+    });
   }
 
   template <int Block = 0, class Row>
@@ -148,80 +166,182 @@ struct Avx512Ops : GenericOps<D> {
     return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
   }
 
-  static uint64_t logits(const int32_t* dots, uint64_t keys, const RowScale& row, const float* key_scale, float* x) {
-    const __m512 unit = _mm512_set1_ps(row.unit), z = _mm512_set1_ps(row.z);
-    const __m512 margin = _mm512_set1_ps(row.margin), threshold = _mm512_set1_ps(row.threshold);
+  static __m512 constant(float c) { return _mm512_set1_ps(c); }
+
+  static __m512 log2_weight(__m512 product, __m512 unit, __m512 key_scale, __m512 z) {
+    return _mm512_fmsub_ps(_mm512_mul_ps(product, unit), key_scale, z);
+  }
+
+  static uint64_t level_0(const int32_t* d0, int rows, const RowScales& scales, const float* key_scale, float* x) {
     uint64_t wanted = 0;
     for (int k = 0; k < kTile; k += kLanes) {
-      const __mmask16 part = static_cast<__mmask16>(keys >> k);
-      const __m512 scale = _mm512_loadu_ps(key_scale + k);
-      const __m512 value = _mm512_fmsub_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(expand(part, dots)), unit), scale, z);
-      _mm512_mask_storeu_ps(x + k, part, value);
-      const __m512 most = _mm512_fmadd_ps(margin, scale, value);
-      wanted |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(part, most, threshold, _CMP_GE_OQ)) << k;
+      const __m512 scale = _mm512_load_ps(key_scale + k);
+      __mmask16 content = 0xFFFF;  // keys that no row asks for
+      for (int r = 0; r < rows; ++r) {
+        const RowScale& row = scales.row[r];
+        const __m512 product = _mm512_cvtepi32_ps(_mm512_load_si512(d0 + r * kTile + k));
+        const __m512 value = log2_weight(product, constant(row.unit), scale, constant(row.z));
+        _mm512_store_ps(x + r * kChunk + k, value);
+        const __m512 most = _mm512_fmadd_ps(constant(row.margin), scale, value);
+        content = _mm512_mask_cmp_ps_mask(content, most, constant(row.threshold), _CMP_NGE_UQ);
+      }
+      wanted |= uint64_t{static_cast<uint16_t>(~content)} << k;
     }
     return wanted;
   }
 
-  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, float deeper, int rows) {
-    ValueKeys keys;
-    for (int k = 0; k < kTile; k += kLanes) {
-      __mmask16 h = 0, l = 0, b = 0;
-      for (int r = 0; r < rows; ++r) {
-        const __m512 below = _mm512_xor_ps(_mm512_loadu_ps(x + r * kTile + k), _mm512_set1_ps(-0.0f));
-        h = _kor_mask16(h, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_h + deeper), _CMP_LE_OQ));
-        l = _kor_mask16(l, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_l + deeper), _CMP_LE_OQ));
-        b = _kor_mask16(b, _mm512_cmp_ps_mask(below, _mm512_set1_ps(gates[r].v_b + deeper), _CMP_LE_OQ));
+  /// A row's scales in the four lanes of its products.
+  struct QuadScales {
+    explicit QuadScales(const RowScale* first) : all(_mm512_loadu_ps(first)) {}
+    __m512 unit() const { return _mm512_permute_ps(all, 0x00); }
+    __m512 z() const { return _mm512_permute_ps(all, 0x55); }
+    __m512 margin() const { return _mm512_permute_ps(all, 0xAA); }
+    __m512 threshold() const { return _mm512_permute_ps(all, 0xFF); }
+    __m512 all;
+  };
+
+  static unsigned level_1(const SplitRow* keys, const Query& q, int rows, const RowScales& scales,
+                          const float* key_scale, int32_t* d1, float* x) {
+    const __m512 scale = _mm512_broadcast_f32x4(_mm_loadu_ps(key_scale));
+    unsigned wanted = 0;
+    const auto put = [&](int first, __mmask16 used, __m512i products) {
+      const QuadScales row(&scales.row[first]);
+      const __m512 value = log2_weight(_mm512_cvtepi32_ps(products), row.unit(), scale, row.z());
+      _mm512_storeu_si512(d1 + 4 * first, products);
+      _mm512_storeu_ps(x + 4 * first, value);
+      const __m512 most = _mm512_fmadd_ps(row.margin(), scale, value);
+      wanted |= _mm512_mask_cmp_ps_mask(used, most, row.threshold(), _CMP_GE_OQ);
+    };
+    quad_dots<true>(keys, q.a_split.data(), q.b_split.data(), q.sum, rows, put);
+    wanted |= wanted >> 8;
+    return (wanted | wanted >> 4) & 15;
+  }
+
+  static void level_2(const PlainRow* keys, const Query& q, int rows, const RowScales& scales, const float* key_scale,
+                      const int32_t* d1, float* x) {
+    const __m512 scale = _mm512_broadcast_f32x4(_mm_loadu_ps(key_scale));
+    const auto put = [&](int first, __mmask16 used, __m512i products) {
+      const QuadScales row(&scales.row[first]);
+      const __m512 high = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(used, d1 + 4 * first));
+      const __m512 low = _mm512_mul_ps(_mm512_cvtepi32_ps(products), constant(0x1p-8f));
+      _mm512_storeu_ps(x + 4 * first, log2_weight(_mm512_add_ps(high, low), row.unit(), scale, row.z()));
+    };
+    quad_dots<true>(keys, q.a.data(), q.b.data(), q.sum, rows, put);
+  }
+
+  static ValueKeys value_keys(const float* x, const ValueGates* gates, int rows) {
+    // Few tiles hold a key whose deeper planes are asked for: they are looked for by a tile's largest x.
+    __mmask16 content[4] = {0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF}, deeper = 0;
+    for (int r = 0; r < rows; ++r) {
+      __m512 largest = constant(-std::numeric_limits<float>::infinity());
+      for (int i = 0; i < 4; ++i) {
+        const __m512 value = _mm512_load_ps(x + r * kChunk + kLanes * i);
+        content[i] = _mm512_mask_cmp_ps_mask(content[i], value, constant(gates[r].h), _CMP_NGE_UQ);
+        largest = _mm512_max_ps(value, largest);  // the second where the first is NaN
       }
-      keys.h |= static_cast<uint64_t>(h) << k;
-      keys.l |= static_cast<uint64_t>(l) << k;
-      keys.b |= static_cast<uint64_t>(b) << k;
+      deeper |= _mm512_cmp_ps_mask(largest, constant(std::min(gates[r].l, gates[r].b)), _CMP_GE_OQ);
+    }
+    ValueKeys keys;
+    for (int i = 0; i < 4; ++i) keys.h |= uint64_t{static_cast<uint16_t>(~content[i])} << kLanes * i;
+    if (deeper == 0) return keys;
+    for (int r = 0; r < rows; ++r) {
+      for (int k = 0; k < kTile; k += kLanes) {
+        const __m512 value = _mm512_load_ps(x + r * kChunk + k);
+        keys.l |= uint64_t{_mm512_cmp_ps_mask(value, constant(gates[r].l), _CMP_GE_OQ)} << k;
+        keys.b |= uint64_t{_mm512_cmp_ps_mask(value, constant(gates[r].b), _CMP_GE_OQ)} << k;
+      }
     }
     return keys;
   }
 
-  /// The same operations as GenericOps::weigh, 16 keys at a time (numerics/exp2.h).
-  static int64_t weigh(uint64_t visible, uint64_t read, float* x, float* peak) {
-    const auto constant = [](float c) { return _mm512_set1_ps(c); };
-    __m512i sum = _mm512_setzero_si512();
-    __m512 largest = _mm512_loadu_ps(peak);
-    for (int k = 0; k < kTile; k += kLanes) {
-      __m512 v = _mm512_loadu_ps(x + k);
-      largest = _mm512_mask_max_ps(largest, static_cast<__mmask16>(read >> k), largest, v);
-      v = _mm512_max_ps(v, constant(numerics::kExp2Min));  // a NaN becomes the minimum
-      v = _mm512_min_ps(v, constant(numerics::kExp2Max));
-      const __m512 n = _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-      const __m512 f = _mm512_sub_ps(v, n);
-      __m512 p = constant(numerics::kExp2C5);
-      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C4));
-      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C3));
-      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C2));
-      p = _mm512_fmadd_ps(p, f, constant(numerics::kExp2C1));
-      p = _mm512_fmadd_ps(p, f, constant(1.0f));
-      const __m512 value = _mm512_scalef_ps(p, _mm512_add_ps(n, constant(numerics::kFraction)));
-      _mm512_storeu_ps(x + k, value);
-      sum = _mm512_add_epi64(sum, pair_sums(_mm512_maskz_cvtps_epu32(static_cast<__mmask16>(visible >> k), value)));
-    }
-    _mm512_storeu_ps(peak, largest);
-    return _mm512_reduce_add_epi64(sum);
+  /// 2^x in fixed point, unrounded: the operations of numerics::exp2_parts but for the limits of x, beyond which it is
+  /// rounded to 0 or saturates as well. (An x that is NaN belongs to a row whose sums are of no account.)
+  static __m512 scaled_exp2(__m512 x) {
+    const auto raised = [](float c) { return constant(c * (1 << numerics::kFraction)); };
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 p = raised(numerics::kExp2C5);
+    p = _mm512_fmadd_ps(p, f, raised(numerics::kExp2C4));
+    p = _mm512_fmadd_ps(p, f, raised(numerics::kExp2C3));
+    p = _mm512_fmadd_ps(p, f, raised(numerics::kExp2C2));
+    p = _mm512_fmadd_ps(p, f, raised(numerics::kExp2C1));
+    p = _mm512_fmadd_ps(p, f, raised(1.0f));
+    return _mm512_scalef_ps(p, _mm512_sub_ps(x, f));
   }
 
-  static Mass codes(const float* scaled, uint64_t gone, int shift, uint8_t* codes) {
+  static __m512i dropped_weights(const float* x, uint64_t gone, int k) {
+    return _mm512_maskz_cvtps_epu32(static_cast<__mmask16>(gone >> k), scaled_exp2(_mm512_load_ps(x + k)));
+  }
+
+  static void drop(const float* x, uint64_t gone, LaneSum& sum) {
+    LaneSum total = sum;
+    for (int k = 0; k < kTile; k += kLanes) total.add(dropped_weights(x, gone, k));
+    sum = total;
+  }
+
+  static DroppedMass drop(const float* x, uint64_t gone, int shift, uint8_t* codes) {
     const __m512i half = _mm512_set1_epi32(static_cast<int>((1u << shift) >> 1)), most = _mm512_set1_epi32(255);
     const __m128i bits = _mm_cvtsi32_si128(shift);
-    __m512i weights = _mm512_setzero_si512(), code_sum = weights;
-    Mass mass{};
-    for (int k = 0; k < kTile; k += kLanes) {
-      const __m512i w = _mm512_maskz_cvtps_epu32(static_cast<__mmask16>(gone >> k), _mm512_loadu_ps(scaled + k));
-      const __m512i code = _mm512_min_epu32(_mm512_srl_epi32(_mm512_add_epi32(w, half), bits), most);
-      weights = _mm512_add_epi64(weights, pair_sums(w));
-      code_sum = _mm512_add_epi32(code_sum, code);
-      mass.coded |= static_cast<uint64_t>(_mm512_test_epi32_mask(code, code)) << k;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + k), _mm512_cvtepi32_epi8(code));
+    LaneSum sum;
+    __m512i code[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i weights = dropped_weights(x, gone, kLanes * i);
+      sum.add(weights);
+      code[i] = _mm512_min_epu32(_mm512_srl_epi32(_mm512_add_epi32(weights, half), bits), most);
     }
-    mass.weights = _mm512_reduce_add_epi64(weights);
-    mass.codes = _mm512_reduce_add_epi32(code_sum);
-    return mass;
+    // Packing leaves bytes 4 j.. of register i in 32-bit lane 4 j + i.
+    const __m512i packed =
+        _mm512_packus_epi16(_mm512_packus_epi32(code[0], code[1]), _mm512_packus_epi32(code[2], code[3]));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_store_si512(codes, _mm512_permutexvar_epi32(order, packed));
+    return {sum.total(), _mm512_reduce_add_epi64(_mm512_sad_epu8(packed, _mm512_setzero_si512()))};
+  }
+
+  static void list(uint64_t set, int base, uint8_t* out) {
+    static constexpr auto kPlaces = [] {
+      std::array<uint8_t, kTile> places{};
+      for (int k = 0; k < kTile; ++k) places[k] = static_cast<uint8_t>(k);
+      return places;
+    }();
+    const __m512i places =
+        _mm512_add_epi8(_mm512_loadu_si512(kPlaces.data()), _mm512_set1_epi8(static_cast<char>(base)));
+    _mm512_storeu_si512(out, _mm512_maskz_compress_epi8(set, places));
+  }
+
+  struct ReadSums {
+    int64_t den() const { return den_.total(); }
+    int64_t mass() const { return mass_.total(); }
+    int64_t half() const { return half_.total(); }
+    float peak() const { return _mm512_reduce_max_ps(peak_); }
+
+    LaneSum den_, mass_, half_;
+    __m512 peak_ = constant(-std::numeric_limits<float>::infinity());
+  };
+
+  static void read(const ReadList& list, const float* x, const float* scale, const float* unit, int rows,
+                   ReadSums* sums, uint32_t* weights) {
+    for (int i = 0; i < list.count; i += kLanes) {
+      const __mmask16 used = static_cast<__mmask16>(list.count - i < kLanes ? (1u << (list.count - i)) - 1 : 0xFFFF);
+      const __mmask16 half = static_cast<__mmask16>(~(list.l >> i));
+      const __m512i keys = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(list.key + i)));
+      const bool neighbours = used == 0xFFFF && list.key[i + kLanes - 1] - list.key[i] == kLanes - 1;
+      const auto of_keys = [&](const float* all) {
+        return neighbours ? _mm512_loadu_ps(all + list.key[i])
+                          : _mm512_mask_i32gather_ps(_mm512_setzero_ps(), used, keys, all, 4);
+      };
+      const __m512 share = of_keys(scale);
+      for (int r = 0; r < rows; ++r) {
+        __m512 value = of_keys(x + r * kChunk);
+        sums[r].peak_ = _mm512_mask_max_ps(sums[r].peak_, used, sums[r].peak_, value);
+        value = _mm512_max_ps(value, constant(numerics::kExp2Min));  // a NaN becomes the minimum
+        value = scaled_exp2(_mm512_min_ps(value, constant(numerics::kExp2Max)));
+        sums[r].den_.add(_mm512_maskz_cvtps_epu32(used, value));
+        const __m512i w = _mm512_maskz_cvtps_epu32(used, _mm512_mul_ps(value, _mm512_mul_ps(share, constant(unit[r]))));
+        sums[r].mass_.add(w);
+        sums[r].half_.add(_mm512_maskz_mov_epi32(half, w));
+        _mm512_store_si512(weights + r * kTile + i, w);
+      }
+    }
   }
 
   static void scales(const uint16_t* scales, float* out) {
@@ -240,43 +360,9 @@ struct Avx512Ops : GenericOps<D> {
     }
   }
 
-  static void level_2(const int32_t* first, uint64_t keys, const int32_t* second, uint64_t further, float scale,
-                      const float* key_scale, float z, float* x) {
-    const __m512 unit = _mm512_set1_ps(numerics::mul(scale, 0x1p-8f)), reference = _mm512_set1_ps(z);
-    for (int k = 0; k < kTile; k += kLanes) {
-      const __mmask16 part = static_cast<__mmask16>(further >> k);
-      const __m512 d1 = _mm512_cvtepi32_ps(expand(static_cast<__mmask16>(keys >> k), first));
-      const __m512 d2 = _mm512_cvtepi32_ps(expand(part, second));
-      const __m512 dot = _mm512_add_ps(d1, _mm512_mul_ps(d2, _mm512_set1_ps(0x1p-8f)));
-      const __m512 value = _mm512_fmsub_ps(_mm512_mul_ps(dot, unit), _mm512_loadu_ps(key_scale + k), reference);
-      _mm512_mask_storeu_ps(x + k, part, value);
-    }
-  }
-
-  /// The next integers of a list in the lanes of `keys`; the other lanes hold anything.
-  static __m512i expand(__mmask16 keys, const int32_t*& list) {
-    const __m512i next = _mm512_loadu_si512(list);
-    list += std::popcount(static_cast<uint16_t>(keys));
-    return _mm512_mask_expand_epi32(next, keys, next);  // zeroing would wait for the register's last user
-  }
-
-  static ValueMass value_weights(const float* scaled, const float* scale, float unit, uint64_t read, uint64_t half,
-                                 uint32_t* weights) {
-    __m512i all = _mm512_setzero_si512(), halved = all;
-    for (int k = 0; k < kTile; k += kLanes) {
-      const __m512 share = _mm512_mul_ps(_mm512_loadu_ps(scale + k), _mm512_set1_ps(unit));
-      const __m512 w = _mm512_mul_ps(_mm512_loadu_ps(scaled + k), share);
-      const __m512i rounded = _mm512_maskz_cvtps_epu32(static_cast<__mmask16>(read >> k), w);  // saturates
-      _mm512_storeu_si512(weights + k, rounded);
-      all = _mm512_add_epi64(all, pair_sums(rounded));
-      halved = _mm512_add_epi64(halved, pair_sums(_mm512_maskz_mov_epi32(static_cast<__mmask16>(half >> k), rounded)));
-    }
-    return {_mm512_reduce_add_epi64(all), _mm512_reduce_add_epi64(halved)};
-  }
-
-  static Widths widths(const uint32_t* weights, int rows) {
+  static Widths widths(const uint32_t* weights, int count, int rows) {
     Widths widths;
-    for (int k = 0; k < kTile; k += kLanes) {
+    for (int k = 0; k < count; k += kLanes) {
       __m512i any = _mm512_loadu_si512(weights + k);
       for (int r = 1; r < rows; ++r) any = _mm512_or_si512(any, _mm512_loadu_si512(weights + r * kTile + k));
       const uint64_t two = _mm512_cmpge_epu32_mask(any, _mm512_set1_epi32(0x100));

@@ -48,9 +48,10 @@ void split_query(Group& g) {
 uint16_t survey_scales(Group& g) {
   uint16_t largest = 0;
   int64_t exponents = 0, settled = 0;
+  plan::HeadPage page{};
   for (int64_t tile = g.first / kTile; tile < g.tiles(); ++tile) {
-    const plan::HeadPage page = g.page_of(tile * kTile);
     const int64_t slot = g.slot_of(tile * kTile);
+    if (slot == 0 || page.bound == nullptr) page = g.page_of(tile * kTile);
     if (tile * kTile >= g.first && tile * kTile + kTile - 1 <= std::min(g.position, g.draft - 1)) {
       const uint16_t bound = page.bound[slot / kTile];
       largest = std::max(largest, bound);

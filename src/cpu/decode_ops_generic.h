@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <utility>
 
 #include "cpu/decode_tile.h"
@@ -28,93 +29,144 @@ struct GenericOps {
     for (int i = 0; i < D; ++i) out[i] = static_cast<int8_t>(row.bytes[i] - 128);
   }
 
-  /// D0 of a tile's 64 keys. h: (64, D/2) plane rows; d0: (G, 64).
-  static void scan(const uint8_t* h, const Query& q, int rows, int32_t* d0) {
-    SplitRow keys[kTile];
-    for (int k = 0; k < kTile; ++k) keys[k] = {h + k * kHalf, kHalfPlane.bytes};
-    dots<false>(keys, kTile, q.a_split.data(), nullptr, q.sum_a, rows, d0);
-    for (int r = 0; r < rows; ++r) {
-      for (int k = 0; k < kTile; ++k) d0[r * kTile + k] = level_0(d0[r * kTile + k], q.sum_a[r]);
+  /// D0 of a tile's 64 keys; sends for the tile that is scanned next. h, next: (64, D/2) plane rows; d0: (G, 64).
+  static void scan(const uint8_t* h, const uint8_t* next, const Query& q, int rows, int32_t* d0) {
+    int32_t products[kQuadProducts];
+    for (int k = 0; k < kTile; k += 4) {
+      SplitRow keys[4];
+      for (int i = 0; i < 4; ++i) {
+        keys[i] = {h + (k + i) * kHalf, kHalfPlane.bytes};
+        __builtin_prefetch(next + (k + i) * kHalf);
+      }
+      dots<false>(keys, q.a_split.data(), nullptr, q.sum_a, rows, products);
+      for (int i = 0; i < 4 * rows; ++i)
+        d0[i / 4 * kTile + k + i % 4] = fold::cpu::level_0(products[i], q.sum_a[i / 4]);
     }
   }
 
-  /// Products of keys with query planes: sum key qa, or with `Both` 256 sum key qa + sum key qb. keys: (count,), count
-  /// <= 64; qa, qb: (G, D); sums: (G,) qa's or both planes' channel sums; out: (G, 64).
+  /// Products of four keys with query planes: sum key qa, or with `Both` 256 sum key qa + sum key qb. qa, qb: (G, D);
+  /// sums: (G,) qa's or both planes' channel sums; out: (G, 4).
   template <bool Both, class Row>
-  static void dots(const Row* keys, int count, const int8_t* qa, const int8_t* qb, const int32_t* /*sums*/, int rows,
+  static void dots(const Row* keys, const int8_t* qa, const int8_t* qb, const int32_t* /*sums*/, int rows,
                    int32_t* out) {
-    // 16-bit factors: pairs of products are added by one instruction nearly everywhere.
-    int16_t a[kMaxRows * D], b[kMaxRows * D];
-    std::copy_n(qa, rows * D, a);
-    if constexpr (Both) std::copy_n(qb, rows * D, b);
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0; i < 4; ++i) {
       int8_t bytes[D];
-      int16_t key[D];
+      int16_t key[D];  // pairs of products of 16 bits are added by one instruction nearly everywhere
       load(keys[i], bytes);
       std::copy_n(bytes, D, key);
       for (int r = 0; r < rows; ++r) {
-        const int32_t high = dot(key, a + r * D);
-        out[r * kTile + i] = Both ? 256 * high + dot(key, b + r * D) : high;
+        const int32_t high = dot(key, qa + r * D);
+        out[4 * r + i] = Both ? 256 * high + dot(key, qb + r * D) : high;
       }
     }
   }
 
-  /// x of `keys` from their dot products in order. Returns those that ask for more. key_scale, x: (64,).
-  static uint64_t logits(const int32_t* dots, uint64_t keys, const RowScale& row, const float* key_scale, float* x) {
+  /// x of a tile's keys at level 0. Returns those that ask for level 1. d0: (G, 64); key_scale: (64,); x: (G, 64), rows
+  /// kChunk apart.
+  static uint64_t level_0(const int32_t* d0, int rows, const RowScales& scales, const float* key_scale, float* x) {
     uint64_t wanted = 0;
-    for (; keys != 0; keys &= keys - 1) {
-      const int k = std::countr_zero(keys);
-      x[k] = numerics::fma(numerics::mul(static_cast<float>(*dots++), row.unit), key_scale[k], -row.z);
-      wanted |= static_cast<uint64_t>(numerics::fma(row.margin, key_scale[k], x[k]) >= row.threshold) << k;
+    for (int r = 0; r < rows; ++r) {
+      for (int k = 0; k < kTile; ++k) {
+        const float product = static_cast<float>(d0[r * kTile + k]);
+        x[r * kChunk + k] = log2_weight(product, scales.row[r], key_scale[k]);
+        wanted |= uint64_t{asks(x[r * kChunk + k], scales.row[r], key_scale[k])} << k;
+      }
     }
     return wanted;
   }
 
-  /// Keys that one of the rows asks planes of V of, its gates opened by `deeper`. x: (G, 64).
-  static ValueKeys value_keys(const float* x, const numerics::Gates* gates, float deeper, int rows) {
+  /// The same of four keys at level 1, with the products themselves. key_scale: (4,); d1, x: (G, 4).
+  static unsigned level_1(const SplitRow* keys, const Query& q, int rows, const RowScales& scales,
+                          const float* key_scale, int32_t* d1, float* x) {
+    dots<true>(keys, q.a_split.data(), q.b_split.data(), q.sum, rows, d1);
+    unsigned wanted = 0;
+    for (int i = 0; i < 4 * rows; ++i) {
+      const RowScale& row = scales.row[i / 4];
+      x[i] = log2_weight(static_cast<float>(d1[i]), row, key_scale[i % 4]);
+      wanted |= unsigned{asks(x[i], row, key_scale[i % 4])} << i % 4;
+    }
+    return wanted;
+  }
+
+  /// x of four keys at level 2. scales: level 1's; d1: (G, 4) the products there.
+  static void level_2(const PlainRow* keys, const Query& q, int rows, const RowScales& scales, const float* key_scale,
+                      const int32_t* d1, float* x) {
+    int32_t d2[kQuadProducts];
+    dots<true>(keys, q.a.data(), q.b.data(), q.sum, rows, d2);
+    for (int i = 0; i < 4 * rows; ++i) x[i] = log2_weight(product_2(d1[i], d2[i]), scales.row[i / 4], key_scale[i % 4]);
+  }
+
+  /// Keys of a tile that one of the rows asks planes of V of. x: (G, 64), rows kChunk apart.
+  static ValueKeys value_keys(const float* x, const ValueGates* gates, int rows) {
     ValueKeys keys;
     for (int r = 0; r < rows; ++r) {
-      const float h = -(gates[r].v_h + deeper), l = -(gates[r].v_l + deeper), b = -(gates[r].v_b + deeper);
       for (int k = 0; k < kTile; ++k) {
-        const float value = x[r * kTile + k];
-        keys.h |= static_cast<uint64_t>(value >= h) << k;
-        keys.l |= static_cast<uint64_t>(value >= l) << k;
-        keys.b |= static_cast<uint64_t>(value >= b) << k;
+        const float value = x[r * kChunk + k];
+        keys.h |= uint64_t{value >= gates[r].h} << k;
+        keys.l |= uint64_t{value >= gates[r].l} << k;
+        keys.b |= uint64_t{value >= gates[r].b} << k;
       }
     }
     return keys;
   }
 
-  /// Replaces x[k] by 2^x[k] in fixed point, unrounded. Returns the sum of the visible keys' fix(x[k]). peak: (kLanes,)
-  /// whose largest element is that of the x[k] of the keys `read` so far.
-  static int64_t weigh(uint64_t visible, uint64_t read, float* x, float* peak) {
+  struct LaneSum {
+    int64_t total() const { return sum; }
     int64_t sum = 0;
-    for (int k = 0; k < kTile; ++k) {
-      if ((read >> k & 1) != 0) peak[k % kLanes] = std::max(peak[k % kLanes], x[k]);
-      const numerics::Exp2 e = numerics::exp2_parts(x[k]);
-      x[k] = numerics::mul(e.mantissa, numerics::pow2(e.exponent + numerics::kFraction));
-      sum += (visible >> k & 1) != 0 ? numerics::round_u32(x[k]) : 0;
-    }
-    return sum;
-  }
-
-  struct Mass {
-    int64_t weights, codes;  // sums over keys
-    uint64_t coded;          // keys whose code is not 0
   };
 
-  /// codes[k] = c of section 7 for the keys in `gone`, else 0, from the unrounded 2^x.
-  static Mass codes(const float* scaled, uint64_t gone, int shift, uint8_t* codes) {
+  /// Adds fix(x[k]) of the keys in `gone`. x: (64,).
+  static void drop(const float* x, uint64_t gone, LaneSum& sum) {
+    for (int k = 0; k < kTile; ++k) sum.sum += (gone >> k & 1) != 0 ? numerics::fix(x[k]) : 0;
+  }
+
+  /// The same, and codes[k] = c of section 7 for those keys, 0 for others.
+  static DroppedMass drop(const float* x, uint64_t gone, int shift, uint8_t* codes) {
     const uint32_t half = (1u << shift) >> 1;
-    Mass mass{};
+    DroppedMass mass{};
     for (int k = 0; k < kTile; ++k) {
-      const uint32_t weight = (gone >> k & 1) != 0 ? numerics::round_u32(scaled[k]) : 0;
+      const uint32_t weight = (gone >> k & 1) != 0 ? numerics::fix(x[k]) : 0;
       codes[k] = static_cast<uint8_t>(std::min(255u, (weight + half) >> shift));
       mass.weights += weight;
       mass.codes += codes[k];
-      mass.coded |= static_cast<uint64_t>(codes[k] != 0) << k;
     }
     return mass;
+  }
+
+  /// Places of the keys in `set` in a chunk, `base` the first key's. out: room for 64.
+  static void list(uint64_t set, int base, uint8_t* out) {
+    for (; set != 0; set &= set - 1) *out++ = static_cast<uint8_t>(base + std::countr_zero(set));
+  }
+
+  /// One row's sums over the keys whose V is read: of fix(x), of the weights of their values, and of those again where
+  /// plane h alone is read; and the largest x.
+  struct ReadSums {
+    int64_t den() const { return den_; }
+    int64_t mass() const { return mass_; }
+    int64_t half() const { return half_; }
+    float peak() const { return peak_; }
+
+    int64_t den_ = 0, mass_ = 0, half_ = 0;
+    float peak_ = -std::numeric_limits<float>::infinity();
+  };
+
+  /// weights[i] = fix(x, scale / E) of the keys of a list (scaling by a power of two commutes with rounding), and the
+  /// sums that grow by them. x: (G, kChunk); scale: (kChunk,); unit: 1 / E; weights: (G, 64).
+  static void read(const ReadList& list, const float* x, const float* scale, const float* unit, int rows,
+                   ReadSums* sums, uint32_t* weights) {
+    for (int r = 0; r < rows; ++r) {
+      ReadSums& sum = sums[r];
+      for (int i = 0; i < list.count; ++i) {
+        const int k = list.key[i];
+        const numerics::Exp2 e = numerics::exp2_parts(x[r * kChunk + k]);
+        const uint32_t w = numerics::fix(e, numerics::mul(scale[k], unit[r]));
+        weights[r * kTile + i] = w;
+        sum.den_ += numerics::fix(e, 1.0f);
+        sum.mass_ += w;
+        sum.half_ += (list.l >> i & 1) != 0 ? 0 : w;
+        sum.peak_ = std::max(sum.peak_, x[r * kChunk + k]);
+      }
+    }
   }
 
   /// out[k]: the scale of key k of a tile. scales: (64,) bf16 as stored.
@@ -122,34 +174,10 @@ struct GenericOps {
     for (int k = 0; k < kTile; ++k) out[k] = numerics::from_bf16(scales[numerics::scale_slot(k)]);
   }
 
-  /// x of the keys read to level 2: `further`, of the keys `keys` read to level 1. first, second: the dot products of
-  /// either, in order.
-  static void level_2(const int32_t* first, uint64_t keys, const int32_t* second, uint64_t further, float scale,
-                      const float* key_scale, float z, float* x) {
-    for (; keys != 0; keys &= keys - 1, ++first) {
-      const int k = std::countr_zero(keys);
-      if ((further >> k & 1) != 0) x[k] = numerics::fma(logit_2(scale, *first, *second++), key_scale[k], -z);
-    }
-  }
-
-  /// weights[k] = fix(x[k], scale[k] / E) from the unrounded 2^x (scaling by a power of two commutes with rounding) for
-  /// the keys `read`, 0 for others. unit: 1 / E; half: those of the keys read to plane h alone.
-  static ValueMass value_weights(const float* scaled, const float* scale, float unit, uint64_t read, uint64_t half,
-                                 uint32_t* weights) {
-    ValueMass mass;
-    for (int k = 0; k < kTile; ++k) {
-      const uint32_t w = numerics::round_u32(numerics::mul(scaled[k], numerics::mul(scale[k], unit)));
-      weights[k] = (read >> k & 1) != 0 ? w : 0;
-      mass.all += weights[k];
-      mass.half += (half >> k & 1) != 0 ? weights[k] : 0;
-    }
-    return mass;
-  }
-
-  /// weights: (G, 64)
-  static Widths widths(const uint32_t* weights, int rows) {
+  /// weights: (G, 64), the first `count` of a row
+  static Widths widths(const uint32_t* weights, int count, int rows) {
     Widths widths;
-    for (int k = 0; k < kTile; ++k) {
+    for (int k = 0; k < count; ++k) {
       uint32_t any = 0;
       for (int r = 0; r < rows; ++r) any |= weights[r * kTile + k];
       const uint64_t bit = uint64_t{1} << k;
@@ -190,12 +218,13 @@ struct GenericOps {
       }
     }
 
-    /// The codes of a tile's plane h, split, as rows. h: (64, D/2); weights: (G, 64); keys: those of weight above 0.
-    void add_tile(const uint8_t* h, const uint8_t* weights, uint64_t keys) {
+    /// The codes of a tile's plane h, split, as rows. h: (64, D/2); weights: (G, 64).
+    void add_tile(const uint8_t* h, const uint8_t* weights) {
       for (int r = 0; r < rows_; ++r) {
         int32_t sum[D] = {};
-        for (uint64_t rest = keys; rest != 0; rest &= rest - 1) {
-          const int k = std::countr_zero(rest), w = weights[r * kTile + k];
+        for (int k = 0; k < kTile; ++k) {
+          const int w = weights[r * kTile + k];
+          if (w == 0) continue;
           for (int i = 0; i < kHalf; ++i) {
             sum[i] += w * (h[k * kHalf + i] >> 4);
             sum[kHalf + i] += w * (h[k * kHalf + i] & 15);
@@ -221,10 +250,18 @@ struct GenericOps {
   };
 
  private:
-  static int32_t dot(const int16_t* k, const int16_t* q) {
+  static int32_t dot(const int16_t* k, const int8_t* q) {
     int32_t sum = 0;
     for (int i = 0; i < D; ++i) sum += k[i] * q[i];
     return sum;
+  }
+
+  static float log2_weight(float product, const RowScale& row, float key_scale) {
+    return numerics::fma(numerics::mul(product, row.unit), key_scale, -row.z);
+  }
+
+  static bool asks(float x, const RowScale& row, float key_scale) {
+    return numerics::fma(row.margin, key_scale, x) >= row.threshold;
   }
 };
 

@@ -1,5 +1,5 @@
+#include "cpu/decode_kernels.h"
 #include "cpu/decode_ops_generic.h"
-#include "cpu/decode_worker.h"
 
 namespace fold::cpu {
 

@@ -56,15 +56,14 @@ struct RowBytes {
     return flip(raised(row));
   }
 
-  /// The codes of a row of plane h, split. h: (D/2,)
-  static __m512i codes(const uint8_t* h) {
-    __m512i bytes = nibbles(h);
+  /// The codes of plane h in a block's bytes.
+  static __m512i codes_of(__m512i bytes) {
     if constexpr (D == 64) bytes = _mm512_mask_srli_epi16(bytes, 0x0000FFFF, bytes, 4);
     if constexpr (D != 64 && kEven) bytes = _mm512_srli_epi16(bytes, 4);
     return _mm512_and_si512(bytes, _mm512_set1_epi8(15));
   }
 
- private:
+  /// 64 bytes of a nibble plane that hold block Block.
   static __m512i nibbles(const uint8_t* plane) {
     if constexpr (D != 64) return _mm512_loadu_si512(plane + kAt);
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane)));
@@ -115,18 +114,18 @@ class Avx512Sums {
     count_keys(count);
   }
 
-  void add_tile(const uint8_t* h, const uint8_t* weights, uint64_t keys) {
+  void add_tile(const uint8_t* h, const uint8_t* weights) {
     static_assert(Bytes == 1);
-    uint64_t quads = keys | keys >> 1;
-    quads = (quads | quads >> 2) & 0x1111111111111111;  // bit 4 k: one of keys 4 k..4 k + 3
-    by_blocks([&](auto block, int first, auto parts) {
-      for (uint64_t rest = quads; rest != 0; rest &= rest - 1) {
-        const int k = std::countr_zero(rest);
-        const auto row = [&](int i) { return RowBytes<D, block>::codes(h + (k + i) * D / 2); };
-        parts.add(row(0), row(1), row(2), row(3), weights + first * kTile + k, kTile);
-      }
-      parts.store();
-    });
+    __m512i any = _mm512_setzero_si512();
+    for (int r = 0; r < rows_; ++r) any = _mm512_or_si512(any, _mm512_load_si512(weights + r * kTile));
+    const unsigned quads = _mm512_test_epi32_mask(any, any);  // bit i: one of keys 4 i..4 i + 3
+    if (quads == 0) return;
+    for (int at = 0; at < D / 2; at += 64) {
+      by_rows(rows_, [&](int first, auto size) {
+        add_codes<size, false>(h + at, quads, weights + first * kTile, &parts_[first * D + at]);
+        add_codes<size, true>(h + at, quads, weights + first * kTile, &parts_[first * D + at]);
+      });
+    }
     count_keys(kTile);
   }
 
@@ -172,6 +171,39 @@ class Avx512Sums {
     __m512i sum[4 * R];
     int32_t* home;
   };
+
+  /// Adds the codes in half of the interleaved bytes at `h` of a tile's rows of plane h. Bytes of four rows are
+  /// interleaved before they are split into codes: fewer are.
+  template <int R, bool Upper>
+  static void add_codes(const uint8_t* h, unsigned quads, const uint8_t* weights, int32_t* parts) {
+    constexpr int kSets = D == 64 ? 1 : 2;  // of 64 channels
+    const auto home = [&](int i) {
+      return parts + i / (2 * kSets) * D + i / 2 % kSets * (D / 2) + (i % 2 + 2 * Upper) * kLanes;
+    };
+    const auto interleave = [](__m512i a, __m512i b) {
+      return Upper ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+    };
+    __m512i sum[2 * kSets * R];
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kSets * R; ++i) sum[i] = _mm512_load_si512(home(i));
+    for (; quads != 0; quads &= quads - 1) {
+      const int k = 4 * std::countr_zero(quads);
+      const auto row = [&](int i) { return RowBytes<D, 0>::nibbles(h + (k + i) * D / 2); };
+      const __m512i ab = interleave(row(0), row(1)), cd = interleave(row(2), row(3));
+      const __m512i both[2] = {_mm512_unpacklo_epi16(ab, cd), _mm512_unpackhi_epi16(ab, cd)};
+      __m512i codes[2 * kSets];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        codes[i] = RowBytes<D, 0>::codes_of(both[i]);
+        if constexpr (kSets == 2) codes[2 + i] = RowBytes<D, D / 128>::codes_of(both[i]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < 2 * kSets * R; ++i)
+        sum[i] = _mm512_dpbusd_epi32(sum[i], broadcast(weights + i / (2 * kSets) * kTile + k), codes[i % (2 * kSets)]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * kSets * R; ++i) _mm512_store_si512(home(i), sum[i]);
+  }
 
   /// The byte (0..63) whose sum is element i = 16 j + lane of Parts.
   static constexpr int interleaved_byte(int i) { return i % 16 / 4 * 16 + i / 16 * 4 + i % 4; }

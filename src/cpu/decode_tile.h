@@ -2,6 +2,9 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#if defined(__BMI2__)
+#include <immintrin.h>
+#endif
 
 #include "cpu/buffer.h"
 #include "cpu/decode_range.h"
@@ -13,8 +16,17 @@
 namespace fold::cpu {
 namespace {
 
-constexpr int kLanes = 16;         // fp32 lanes of the widest registers
-constexpr int kBatch = 2 * kTile;  // rows collected for a weighted sum, at most
+constexpr int kLanes = 16;                   // fp32 lanes of the widest registers
+constexpr int kBatch = 2 * kTile;            // rows collected for a weighted sum, at most
+constexpr int kChunkTiles = 4;               // tiles that go through the stages together
+constexpr int kChunk = kChunkTiles * kTile;  // a byte names one of its keys
+
+// Always inlined: g++ takes a function that only prefetches for one without effect and drops the calls.
+#define FOLD_PREFETCH inline __attribute__((always_inline)) void
+
+FOLD_PREFETCH prefetch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + at);
+}
 
 /// Plane l of a key of which only h is read: 16 h + 7.5 is half above the value whose low nibble is 7.
 struct HalfPlane {
@@ -32,33 +44,7 @@ struct RowTile {  // (G, 64)
   Buffer<T> data;
 };
 
-/// One tile on its way through the stages of a RangeWorker.
-struct TileState {
-  explicit TileState(int rows) : dot(rows), x(rows) {}
-  plan::HeadPage page{};
-  int64_t tile = 0, slot = 0;  // which; the page slot of its first key
-  uint64_t visible = 0, always = 0, k_l = 0, k_b = 0, v_h = 0, v_l = 0, v_b = 0;  // key sets
-  alignas(64) float key_scale[kTile];
-  RowTile<int32_t> dot;  // level-1 dot products, in the order of k_l
-  RowTile<float> x;      // log2 weights at the level read; once weighed, 2^x in fixed point before it is rounded
-};
-
-/// Keys whose V is read, by plane.
-struct ValueKeys {
-  uint64_t h = 0, l = 0, b = 0;
-};
-
-/// Sums of weights over the keys whose V is read, and over those of them read to plane h alone.
-struct ValueMass {
-  int64_t all = 0, half = 0;
-};
-
-/// Keys by the bytes their largest weight over a group's rows fills. Keys of weight 0 are in no set.
-struct Widths {
-  uint64_t one = 0, two = 0, four = 0;
-};
-
-// Rows of D signed bytes in a cache page, as they enter a weighted sum.
+// Rows of D signed bytes in a cache page, as they enter a product.
 struct SplitRow {        // plane a: even channels, then odd ones
   const uint8_t *h, *l;  // (D/2,) each
 };
@@ -69,6 +55,85 @@ struct CodeRow {         // ubar - 128
   const uint8_t* bytes;  // (D,)
 };
 
+/// Products of four keys with a group's rows, and room for whole vectors of four rows.
+constexpr int kQuadProducts = 4 * kMaxRows + 12;
+
+/// Keys of a chunk whose deeper planes are multiplied, four at a time.
+template <class Row>
+struct KeyList {
+  void add(const Row& r, int k) {
+    row[count] = r;
+    key[count++] = k;
+  }
+  /// Repeats the first key up to a multiple of four. Returns how many fours there are.
+  int fill() {
+    for (int i = count; i % 4 != 0; ++i) row[i] = row[0], key[i] = key[0];
+    return (count + 3) / 4;
+  }
+  int count = 0;
+  Row row[kChunk + 3];
+  int key[kChunk + 3];  // in the chunk
+};
+
+/// Where a tile is, and the sets of its keys that are seen and read.
+struct Tile {
+  plan::HeadPage page{};
+  int64_t tile = 0, slot = 0;  // which; the page slot of its first key
+  uint64_t visible = 0, always = 0, k_l = 0, v_h = 0, v_l = 0, v_b = 0;
+};
+
+/// Tiles on their way through the stages of a RangeWorker. Few keys of a tile are read deeper than plane h, so what is
+/// done with those takes the whole chunk's at once.
+struct Chunk {
+  explicit Chunk(int rows) : x(int64_t{rows} * kChunk), d1(int64_t{rows} * kChunk + kQuadProducts) {}
+  Tile tile[kChunkTiles];
+  alignas(64) float key_scale[kChunk];
+  Buffer<float> x;            // (G, kChunk) log2 weights at the level read
+  KeyList<SplitRow> deep;     // the keys read to level 1
+  Buffer<int32_t> d1;         // (fours, G, 4) their products
+  KeyList<PlainRow> further;  // the keys read to level 2, their places among those of level 1
+  int place[kChunk + 3];
+};
+
+/// Keys of a chunk whose values are added together.
+struct ReadList {
+  alignas(64) uint8_t key[2 * kTile];  // room for a whole vector behind the last
+  int count = 0;
+  uint64_t l = 0, b = 0;  // places in the list of those read to planes l and b
+};
+
+/// The bits of `set` at the places of `of`, moved together.
+inline uint64_t moved_together(uint64_t set, uint64_t of) {
+#if defined(__BMI2__)
+  return _pext_u64(set, of);
+#else
+  uint64_t out = 0;
+  for (int i = 0; of != 0; of &= of - 1, ++i) out |= (set >> std::countr_zero(of) & 1) << i;
+  return out;
+#endif
+}
+
+/// Keys whose V is read, by plane.
+struct ValueKeys {
+  uint64_t h = 0, l = 0, b = 0;
+};
+
+/// A row asks for a plane of V at or above these x.
+struct ValueGates {
+  float h, l, b;
+};
+
+/// Sums over dropped keys of their weights, and of their codes.
+struct DroppedMass {
+  int64_t weights, codes;
+};
+
+/// Places in a list by the bytes that the key's largest weight over a group's rows fills. Keys of weight 0 are in no
+/// set.
+struct Widths {
+  uint64_t one = 0, two = 0, four = 0;
+};
+
 /// Sums over rows times their weights, of at most `Bytes` bytes each. The rows are collected and multiplied 64 or more
 /// at a time, while they are still in a cache near by.
 template <class Ops, class Row, int Bytes>
@@ -76,12 +141,12 @@ class RowBatch {
  public:
   explicit RowBatch(int rows) : rows_(rows), sums_(rows) {}
 
-  /// Adds row(k) for every key k of `keys`. weights: (G, 64), in key order.
+  /// Adds row(i) with the weights [i] for every bit i of `places`. weights: (G, 64).
   template <class F>
-  void add(uint64_t keys, RowTile<uint32_t>& weights, F row) {
-    if (keys == 0) return;
-    for (int r = 0; r < rows_; ++r) sums_.put(count_, r, weights[r], keys);
-    for (; keys != 0; keys &= keys - 1) row_[count_++] = row(std::countr_zero(keys));
+  void add(uint64_t places, RowTile<uint32_t>& weights, F row) {
+    if (places == 0) return;
+    for (int r = 0; r < rows_; ++r) sums_.put(count_, r, weights[r], places);
+    for (; places != 0; places &= places - 1) row_[count_++] = row(std::countr_zero(places));
     if (count_ >= kTile) flush();
   }
 
@@ -122,11 +187,12 @@ class RowSums {
  public:
   explicit RowSums(int rows) : one_(rows), two_(rows), four_(rows) {}
 
+  /// Adds row(place) for those of `places` that have a width.
   template <class F>
-  void add(uint64_t keys, const Widths& widths, RowTile<uint32_t>& weights, F row) {
-    one_.add(keys & widths.one, weights, row);
-    two_.add(keys & widths.two, weights, row);
-    four_.add(keys & widths.four, weights, row);
+  void add(const Widths& widths, uint64_t places, RowTile<uint32_t>& weights, F row) {
+    one_.add(places & widths.one, weights, row);
+    two_.add(places & widths.two, weights, row);
+    four_.add(places & widths.four, weights, row);
   }
 
   template <class Channel>
@@ -142,19 +208,23 @@ class RowSums {
   RowBatch<Ops, Row, 4> four_;
 };
 
-/// How a query row's dot products become log2 weights, and which of those ask for more.
+/// How a query row's products become log2 weights at a level, and which of those ask for more.
 struct RowScale {
   float unit, z;            // x = fma(float(dot) * unit, e_k, -z)
   float margin, threshold;  // asked for where fma(margin, e_k, x) >= threshold
 };
 
+/// The same of a group's rows.
+struct RowScales {
+  RowScale row[kMaxRows + 3];  // room for whole vectors of four
+};
+
 /// D0 from the product with the plane kHalfPlane completes: sum (32 h + 15) qa.
 inline int32_t level_0(int32_t dot, int32_t sum_a) { return 2 * dot + sum_a; }
 
-/// F of level 2 (docs/numerics.md, section 3); scale: e_q.
-inline float logit_2(float scale, int32_t d1, int32_t d2) {
-  const float dot = numerics::add(static_cast<float>(d1), numerics::mul(static_cast<float>(d2), 0x1p-8f));
-  return numerics::mul(dot, numerics::mul(scale, 0x1p-8f));
+/// The product of level 2 (docs/numerics.md, section 3), in level 1's unit.
+inline float product_2(int32_t d1, int32_t d2) {
+  return numerics::add(static_cast<float>(d1), numerics::mul(static_cast<float>(d2), 0x1p-8f));
 }
 
 }  // namespace

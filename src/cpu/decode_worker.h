@@ -1,6 +1,4 @@
 #pragma once
-#include <limits>
-#include <memory>
 #include <vector>
 
 #include "cpu/decode_tile.h"
@@ -10,15 +8,9 @@
 namespace fold::cpu {
 namespace {
 
-// Always inlined: g++ takes a function that only prefetches for one without effect and drops the calls.
-#define FOLD_PREFETCH inline __attribute__((always_inline)) void
-
-FOLD_PREFETCH prefetch(const void* from, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + at);
-}
-
-/// Sums ranges of tiles in stages, each behind the one before it, so that the memory a stage reads was prefetched
-/// while other tiles were worked on. A thread keeps its worker from range to range for the buffers.
+/// Sums ranges of tiles in stages, a chunk of tiles at a time, each behind the one before it, so that the memory a
+/// stage reads was prefetched while other chunks were worked on. A thread keeps its worker from range to range for the
+/// buffers.
 template <class Ops>
 class RangeWorker {
  public:
@@ -27,14 +19,15 @@ class RangeWorker {
         dot_(rows),
         weight_(rows),
         code_(rows),
+        read_(rows),
+        dropped_(rows),
         values_(rows),
         low_values_(rows),
         means_(rows),
         codes_(rows),
         code_means_(rows),
-        code_sum_(int64_t{rows} * D),
-        peak_(int64_t{rows} * kLanes) {
-    for (int i = 0; i < kTilesInFlight; ++i) stages_.emplace_back(rows);
+        code_sum_(int64_t{rows} * D) {
+    for (int i = 0; i < kChunksInFlight; ++i) chunks_.emplace_back(rows);
   }
 
   int rows() const { return rows_; }
@@ -46,29 +39,47 @@ class RangeWorker {
     correct_ = group.fit_mark > 0;
     every_value_ =
         std::any_of(group.gates, group.gates + rows_, [](const auto& g) { return g.v_h >= numerics::kOpen; });
+    const Query& q = group.query;
+    for (int r = 0; r < rows_; ++r) {
+      level_0_.row[r] = {0.5f * q.scale[r], group.z[r], q.margin[r], -group.gates[r].k_l};
+      level_1_.row[r] = {numerics::mul(q.scale[r], 0x1p-8f), group.z[r], q.margin[r] * 0x1p-4f, -group.gates[r].k_b};
+      unit_[r] = numerics::pow2(-group.e_exponent[r]);
+      mean_unit_[r] = std::ldexp(1.0, -group.e_exponent[r]);
+    }
+    open_gates(0, usual_gates_);
     out_->num.assign(static_cast<size_t>(rows_) * D, 0);
-    std::fill_n(out_->den, rows_, 0);
     std::fill_n(out_->mass, rows_, 0);
     std::fill_n(out_->dropped, rows_, 0);
-    std::fill_n(peak_.data(), rows_ * kLanes, -std::numeric_limits<float>::infinity());
-    std::fill_n(half_mass_, rows_, 0);
     out_->values_read = out_->bytes = 0;
     std::fill_n(code_mass_, rows_, 0);
+    std::fill(read_.begin(), read_.end(), typename Ops::ReadSums{});
+    std::fill(dropped_.begin(), dropped_.end(), typename Ops::LaneSum{});
 
-    const int64_t count = tile_end - tile_begin;
-    for (int64_t step = 0; step < count + kTilesInFlight - 1; ++step) {
-      const auto stage = [&](int64_t behind) -> TileState* {
-        return step >= behind && step - behind < count ? &stages_[(step - behind) % kTilesInFlight] : nullptr;
+    tiles_ = every_value_ ? 1 : kChunkTiles;
+    const int64_t count = (tile_end - tile_begin + tiles_ - 1) / tiles_;
+    for (int64_t step = 0; step < count + kChunksInFlight - 1; ++step) {
+      const auto stage = [&](int64_t behind) -> Chunk* {
+        return step >= behind && step - behind < count ? &chunks_[(step - behind) % kChunksInFlight] : nullptr;
       };
-      TileState* const next = stage(0);
-      if (next != nullptr) locate(*next, tile_begin + step);
-      if (TileState* s = stage(2)) scan(*s);
+      Chunk* const next = stage(0);
+      if (next != nullptr) locate(*next, tile_begin + step * tiles_, tile_end);
+      if (Chunk* c = stage(1)) {
+        for (int i = 0; i < tiles_; ++i) {
+          const Tile* const then = i + 1 < tiles_ ? &c->tile[i + 1] : next != nullptr ? next->tile : nullptr;
+          scan(*c, i, then);
+        }
+        list_deep(*c);
+      }
       fetch(next, 0);
-      if (TileState* s = stage(3)) refine(*s);
+      if (Chunk* c = stage(2)) refine(*c);
       fetch(next, 1);
-      if (TileState* s = stage(4)) weigh(*s);
+      if (Chunk* c = stage(3)) {
+        refine_further(*c);
+        for (int i = 0; i < tiles_; ++i) weigh(*c, i);
+        fetch_values(*c);
+      }
       fetch(next, 2);
-      if (TileState* s = stage(5)) accumulate(*s);
+      if (Chunk* c = stage(4)) accumulate(*c);
       fetch(next, 3);
     }
     finish();
@@ -76,170 +87,242 @@ class RangeWorker {
 
  private:
   static constexpr int D = Ops::kDim, kHalf = D / 2;
-  static constexpr int kTilesInFlight = 6;
+  static constexpr int kChunksInFlight = 5;
 
-  /// Where a tile is.
-  void locate(TileState& s, int64_t tile) {
-    s.tile = tile;
-    s.visible = g_->visible_mask(tile);
-    s.k_l = s.k_b = s.v_h = s.v_l = s.v_b = 0;
-    if (s.visible == 0) return;
-    s.always = g_->always_mask(tile);
-    s.page = g_->page_of(tile * kTile);
-    s.slot = g_->slot_of(tile * kTile);
-    prefetch(s.page.k_scale + s.slot, kTile * sizeof(uint16_t));
-    prefetch(s.page.bound + s.slot / kTile, sizeof(uint16_t));
+  /// Where a chunk's tiles are, from `begin` on as far as they are below `end`. Sends for a line of every page of
+  /// memory that they are likely to be read from, all tiles' in a row: finding a page takes longer than what is done
+  /// with a tile's rows, and a core looks for several at once.
+  void locate(Chunk& c, int64_t begin, int64_t end) {
+    for (int i = 0; i < tiles_; ++i) {
+      Tile& t = c.tile[i];
+      t.tile = begin + i;
+      t.visible = t.tile < end ? g_->visible_mask(t.tile) : 0;
+      t.k_l = t.v_h = t.v_l = t.v_b = 0;
+      if (t.visible == 0) continue;
+      t.always = g_->always_mask(t.tile);
+      t.slot = g_->slot_of(t.tile * kTile);
+      const bool same = i > 0 && t.slot > 0 && c.tile[i - 1].visible != 0;  // page as the tile before
+      t.page = same ? c.tile[i - 1].page : g_->page_of(t.tile * kTile);
+    }
+    for (int i = 0; i < tiles_; ++i) {
+      const Tile& t = c.tile[i];
+      if (t.visible == 0) continue;
+      const int64_t block = t.slot / kTile;
+      prefetch(t.page.k_h + t.slot * kHalf, 1);
+      if (layout_.k_bits > 4) prefetch(t.page.k_l + t.slot * kHalf, 1);
+      prefetch(t.page.v_h + t.slot * kHalf, 1);
+      prefetch(t.page.v_scale + t.slot, 1);
+      prefetch(t.page.k_scale + t.slot, kTile * sizeof(uint16_t));
+      prefetch(t.page.bound + block, sizeof(uint16_t));
+      if (layout_.tail) prefetch(t.page.mean_scale + block, sizeof(uint16_t));
+    }
   }
 
-  /// Sends for a quarter of what is read of a tile in any case.
-  FOLD_PREFETCH fetch(const TileState* s, int quarter) const {
+  /// Where every value is read, sends for a quarter of a tile's plane h.
+  FOLD_PREFETCH fetch(const Chunk* c, int quarter) const {
     constexpr int64_t kPart = kTile * kHalf / 4;
-    if (s == nullptr || s->visible == 0) return;
-    const int64_t at = s->slot * kHalf + quarter * kPart;
-    prefetch(s->page.k_h + at, kPart);
-    if (every_value_) prefetch(s->page.v_h + at, kPart);
+    if (!every_value_ || c == nullptr || c->tile[0].visible == 0) return;
+    prefetch(c->tile[0].page.v_h + c->tile[0].slot * kHalf + quarter * kPart, kPart);
   }
 
-  /// Level 0 of every key: x, and k_l, the keys read deeper (section 6, steps 1 and 2).
-  void scan(TileState& s) {
-    if (s.visible == 0) return;
-    const Query& q = g_->query;
-    Ops::scales(s.page.k_scale + s.slot, s.key_scale);
-    Ops::scan(s.page.k_h + s.slot * kHalf, q, rows_, dot_[0]);
-    uint64_t wanted = s.always;
-    for (int r = 0; r < rows_; ++r) {
-      const RowScale row{0.5f * q.scale[r], g_->z[r], q.margin[r], -g_->gates[r].k_l};
-      wanted |= Ops::logits(dot_[r], ~uint64_t{0}, row, s.key_scale, s.x[r]);
-    }
+  /// Level 0 of every key of tile i, and k_l, the keys read deeper (section 6, steps 1 and 2). next: the tile after it,
+  /// if there is one.
+  void scan(Chunk& c, int i, const Tile* next) {
+    Tile& t = c.tile[i];
+    if (t.visible == 0) return;
+    float* const key_scale = c.key_scale + i * kTile;
+    Ops::scales(t.page.k_scale + t.slot, key_scale);
+    const Tile& then = next != nullptr && next->visible != 0 ? *next : t;
+    Ops::scan(t.page.k_h + t.slot * kHalf, then.page.k_h + then.slot * kHalf, g_->query, rows_, dot_[0]);
+    const uint64_t wanted = Ops::level_0(dot_[0], rows_, level_0_, key_scale, &c.x[i * kTile]);
     if (layout_.k_bits == 4) return;
-    s.k_l = wanted & s.visible;
-    prefetch_rows(s.page.k_l + s.slot * kHalf, s.k_l, kHalf);
+    t.k_l = (wanted | t.always) & t.visible;
   }
 
-  /// Level 1, and k_b, the keys read to level 2 (section 6, steps 2 and 3).
-  void refine(TileState& s) {
-    if (s.k_l == 0) return;
-    const Query& q = g_->query;
-    SplitRow rows[kTile];
-    const int count = list(s.k_l, rows, [&](int k) {
-      const int64_t at = (s.slot + k) * kHalf;
-      return SplitRow{s.page.k_h + at, s.page.k_l + at};
-    });
-    Ops::template dots<true>(rows, count, q.a_split.data(), q.b_split.data(), q.sum, rows_, s.dot[0]);
-    uint64_t wanted = 0;
-    for (int r = 0; r < rows_; ++r) {
-      const RowScale row{numerics::mul(q.scale[r], 0x1p-8f), g_->z[r], q.margin[r] * 0x1p-4f, -g_->gates[r].k_b};
-      wanted |= Ops::logits(s.dot[r], s.k_l, row, s.key_scale, s.x[r]);
+  /// Lists the keys in k_l and sends for their rows.
+  void list_deep(Chunk& c) const {
+    c.deep.count = 0;
+    for (int i = 0; i < tiles_; ++i) {
+      const Tile& t = c.tile[i];
+      for (uint64_t keys = t.k_l; keys != 0; keys &= keys - 1) {
+        const int k = std::countr_zero(keys);
+        const int64_t at = (t.slot + k) * kHalf;
+        prefetch(t.page.k_l + at, kHalf);
+        c.deep.add({t.page.k_h + at, t.page.k_l + at}, i * kTile + k);
+      }
     }
+  }
+
+  /// Level 1 of those keys; which of them are read to level 2 (section 6, steps 2 and 3).
+  void refine(Chunk& c) {
+    uint64_t wanted[kChunkTiles] = {};  // by place in the list
+    const int fours = c.deep.fill();
+    for (int i = 0; i < fours; ++i) {
+      float key_scale[4], x[kQuadProducts];
+      for (int j = 0; j < 4; ++j) key_scale[j] = c.key_scale[c.deep.key[4 * i + j]];
+      int32_t* const d1 = &c.d1[int64_t{i} * 4 * rows_];
+      const uint64_t asks = Ops::level_1(&c.deep.row[4 * i], g_->query, rows_, level_1_, key_scale, d1, x);
+      wanted[i / 16] |= asks << 4 * (i % 16);
+      put_x(c, &c.deep.key[4 * i], x);
+    }
+    c.further.count = 0;
+    out_->bytes += c.deep.count * kHalf;
     if (layout_.k_bits != 16) return;
-    s.k_b = wanted;
-    prefetch_rows(s.page.k_b + s.slot * D, s.k_b, D);
+    for (int i = 0; i < kChunkTiles; ++i) {
+      for (; wanted[i] != 0; wanted[i] &= wanted[i] - 1) {
+        const int place = i * kTile + std::countr_zero(wanted[i]);
+        if (place >= c.deep.count) break;
+        const int k = c.deep.key[place];
+        const Tile& t = c.tile[k / kTile];
+        const int8_t* const row = t.page.k_b + (t.slot + k % kTile) * D;
+        prefetch(row, D);
+        c.place[c.further.count] = place;
+        c.further.add({row}, k);
+      }
+    }
+    out_->bytes += c.further.count * D;
   }
 
-  /// Level 2 of the keys in k_b.
-  void refine_further(TileState& s) {
-    const Query& q = g_->query;
-    PlainRow rows[kTile];
-    const int count = list(s.k_b, rows, [&](int k) { return PlainRow{s.page.k_b + (s.slot + k) * D}; });
-    Ops::template dots<true>(rows, count, q.a.data(), q.b.data(), q.sum, rows_, dot_[0]);
+  /// Level 2.
+  void refine_further(Chunk& c) {
+    const int fours = c.further.fill();
+    for (int i = c.further.count; i < 4 * fours; ++i) c.place[i] = c.place[0];
+    for (int i = 0; i < fours; ++i) {
+      float key_scale[4], x[kQuadProducts];
+      int32_t d1[kQuadProducts];
+      for (int j = 0; j < 4; ++j) {
+        const int place = c.place[4 * i + j];
+        const int32_t* const products = &c.d1[int64_t{place / 4} * 4 * rows_ + place % 4];
+        key_scale[j] = c.key_scale[c.further.key[4 * i + j]];
+        for (int r = 0; r < rows_; ++r) d1[4 * r + j] = products[4 * r];
+      }
+      Ops::level_2(&c.further.row[4 * i], g_->query, rows_, level_1_, key_scale, d1, x);
+      put_x(c, &c.further.key[4 * i], x);
+    }
+  }
+
+  /// Takes over the x of four keys. x: (G, 4)
+  void put_x(Chunk& c, const int* key, const float* x) {
+    float* const to[] = {&c.x[key[0]], &c.x[key[1]], &c.x[key[2]], &c.x[key[3]]};
+    for (int r = 0; r < rows_; ++r, x += 4) {
+      to[0][r * kChunk] = x[0];
+      to[1][r * kChunk] = x[1];
+      to[2][r * kChunk] = x[2];
+      to[3][r * kChunk] = x[3];
+    }
+  }
+
+  /// The thresholds of V's planes in a block whose outliers open the gates by `deeper`.
+  void open_gates(float deeper, ValueGates* gates) const {
     for (int r = 0; r < rows_; ++r) {
-      Ops::level_2(s.dot[r], s.k_l, dot_[r], s.k_b, q.scale[r], s.key_scale, g_->z[r], s.x[r]);
+      const numerics::Gates& g = g_->gates[r];
+      gates[r] = {-(g.v_h + deeper), -(g.v_l + deeper), -(g.v_b + deeper)};
     }
   }
 
-  /// rows[i] = row(k) for the i-th key k of `keys`, the first row repeated up to a multiple of 4. Returns that.
-  template <class Row, class F>
-  static int list(uint64_t keys, Row* rows, F row) {
-    int count = 0;
-    for (; keys != 0; keys &= keys - 1) rows[count++] = row(std::countr_zero(keys));
-    for (; count % 4 != 0; ++count) rows[count] = rows[0];
-    return count;
+  /// Which V planes of tile i are read (section 6, step 4), and what is dropped (section 7).
+  void weigh(Chunk& c, int i) {
+    Tile& t = c.tile[i];
+    if (t.visible == 0) return;
+    const float* const x = &c.x[i * kTile];
+    const float deeper = g_->outlier_depth(t.tile, t.page.bound[t.slot / kTile]);
+    ValueGates opened[kMaxRows];
+    if (deeper != 0) open_gates(deeper, opened);
+    const ValueKeys wanted = Ops::value_keys(x, deeper != 0 ? opened : usual_gates_, rows_);
+    t.v_h = (wanted.h | t.always) & t.visible;
+    t.v_l = layout_.v_bits >= 8 ? (wanted.l | t.always) & t.v_h : 0;
+    t.v_b = layout_.v_bits == 16 ? wanted.b & t.v_l : 0;
+    if (t.v_h != t.visible) drop(t, x);
+    out_->values_read += std::popcount(t.v_h);
+    out_->bytes += std::popcount(t.visible) * (kHalf + 2) + std::popcount(t.v_h) * (kHalf + 2) +
+                   std::popcount(t.v_l) * kHalf + std::popcount(t.v_b) * D +
+                   (g_->settled(t.tile) ? 2 : 0);  // the block's bound
   }
 
-  /// Which V planes are read (section 6, step 4), and every weight.
-  void weigh(TileState& s) {
-    if (s.visible == 0) return;
-    if (s.k_b != 0) refine_further(s);
-    const float deeper = g_->outlier_depth(s.tile, s.page.bound[s.slot / kTile]);
-    const ValueKeys wanted = Ops::value_keys(s.x[0], g_->gates, deeper, rows_);
-    s.v_h = (wanted.h | s.always) & s.visible;
-    s.v_l = layout_.v_bits >= 8 ? (wanted.l | s.always) & s.v_h : 0;
-    s.v_b = layout_.v_bits == 16 ? wanted.b & s.v_l : 0;
-    // The fetches stand apart from each other: a core takes only a few dozen at a time.
-    if (!every_value_) prefetch_rows(s.page.v_h + s.slot * kHalf, s.v_h, kHalf);
-    if (s.v_h != 0) prefetch(s.page.v_scale + s.slot, kTile * sizeof(uint16_t));
-    const auto weigh_rows = [&](int begin, int end) {
-      for (int r = begin; r < end; ++r) out_->den[r] += Ops::weigh(s.visible, s.v_h, s.x[r], &peak_[r * kLanes]);
-    };
-    weigh_rows(0, rows_ / 2);
-    if (s.v_l != 0) prefetch_rows(s.page.v_l + s.slot * kHalf, s.v_l, kHalf);
-    weigh_rows(rows_ / 2, rows_);
-    if (s.v_b != 0) prefetch_rows(s.page.v_b + s.slot * D, s.v_b, D);
-    if (layout_.tail && s.v_h != s.visible) {
-      const int64_t block = s.slot / kTile;
-      prefetch(s.page.mean_scale + block, 1);
-      prefetch(s.page.mean + block * D, D);
-      if (correct_) prefetch(s.page.ubar + block * D, D);
+  /// Sends for the values of a chunk, all tiles' in a row.
+  FOLD_PREFETCH fetch_values(const Chunk& c) const {
+    for (int i = 0; i < tiles_; ++i) {
+      const Tile& t = c.tile[i];
+      if (t.v_h == 0) continue;
+      if (!every_value_) prefetch_rows(t.page.v_h + t.slot * kHalf, t.v_h, kHalf);
+      prefetch(t.page.v_scale + t.slot, kTile * sizeof(uint16_t));
     }
-  }
-
-  /// Section 7.
-  void accumulate(TileState& s) {
-    if (s.visible == 0) return;
-    if (s.v_h != 0) add_values(s);
-    if (s.v_h != s.visible) add_dropped(s);
-    out_->bytes += std::popcount(s.visible) * (kHalf + 2) + std::popcount(s.k_l) * kHalf + std::popcount(s.k_b) * D +
-                   std::popcount(s.v_h) * (kHalf + 2) + std::popcount(s.v_l) * kHalf + std::popcount(s.v_b) * D +
-                   (g_->settled(s.tile) ? 2 : 0);  // the block's bound
-  }
-
-  void add_values(TileState& s) {
-    alignas(64) float scale[kTile];
-    Ops::scales(s.page.v_scale + s.slot, scale);
-    for (int r = 0; r < rows_; ++r) {
-      const float unit = numerics::pow2(-g_->e_exponent[r]);
-      const ValueMass mass = Ops::value_weights(s.x[r], scale, unit, s.v_h, s.v_h & ~s.v_l, weight_[r]);
-      out_->mass[r] += mass.all;
-      half_mass_[r] += mass.half;
+    for (int i = 0; i < tiles_; ++i) {
+      const Tile& t = c.tile[i];
+      if (t.v_l != 0) prefetch_rows(t.page.v_l + t.slot * kHalf, t.v_l, kHalf);
+      if (t.v_b != 0) prefetch_rows(t.page.v_b + t.slot * D, t.v_b, D);
     }
-    const Widths widths = Ops::widths(weight_[0], rows_);
-    const uint8_t* const low = layout_.v_bits >= 8 ? s.page.v_l : s.page.v_h;  // where there is no v_l, none is read
-    values_.add(s.v_h, widths, weight_, [&](int k) {
-      const int64_t at = (s.slot + k) * kHalf;
-      const uint8_t* l[] = {kHalfPlane.bytes, low + at};  // not a branch: it could not be foreseen
-      return SplitRow{s.page.v_h + at, l[s.v_l >> k & 1]};
-    });
-    low_values_.add(s.v_b, widths, weight_, [&](int k) { return PlainRow{s.page.v_b + (s.slot + k) * D}; });
-    out_->values_read += std::popcount(s.v_h);
   }
 
   /// Dropped keys: their mass, and with the tail model what stands in for their V (their block is settled): its mean V
   /// row, and the codes the correction is predicted from.
-  void add_dropped(TileState& s) {
-    const uint64_t gone = s.visible & ~s.v_h;
-    const int64_t block = s.slot / kTile;
-    typename Ops::Mass mass[kMaxRows];
-    uint64_t coded = 0;
+  void drop(const Tile& t, const float* x) {
+    const uint64_t gone = t.visible & ~t.v_h;
+    if (!layout_.tail) {
+      for (int r = 0; r < rows_; ++r) Ops::drop(x + r * kChunk, gone, dropped_[r]);
+      return;
+    }
+    DroppedMass mass[kMaxRows];
     for (int r = 0; r < rows_; ++r) {
-      mass[r] = Ops::codes(s.x[r], gone, g_->fit_shift[r], code_[r]);
-      coded |= mass[r].coded;
+      mass[r] = Ops::drop(x + r * kChunk, gone, g_->fit_shift[r], code_[r]);
       out_->dropped[r] += mass[r].weights;
     }
-    if (!layout_.tail) return;
-    const double scale = numerics::from_bf16(s.page.mean_scale[block]);
-    means_.add({s.page.mean + block * D}, [&](int r) {
-      const double share = std::ldexp(scale, -g_->e_exponent[r]);
+    const int64_t block = t.slot / kTile;
+    const double scale = numerics::from_bf16(t.page.mean_scale[block]);
+    prefetch(t.page.mean + block * D, D);
+    means_.add({t.page.mean + block * D}, [&](int r) {
+      const double share = scale * mean_unit_[r];  // exact
       const uint32_t weight =
           static_cast<uint32_t>(std::min(std::rint(static_cast<double>(mass[r].weights) * share), 4294967295.0));
       out_->mass[r] += weight;
       return weight;
     });
     out_->bytes += D + 2 + (correct_ ? D : 0);
-    if (!correct_ || coded == 0) return;
-    codes_.add_tile(s.page.k_h + s.slot * kHalf, code_[0], coded);
-    code_means_.add({s.page.ubar + block * D}, [&](int r) {
+    if (!correct_) return;
+    codes_.add_tile(t.page.k_h + t.slot * kHalf, code_[0]);
+    prefetch(t.page.ubar + block * D, D);
+    code_means_.add({t.page.ubar + block * D}, [&](int r) {
       code_mass_[r] += mass[r].codes;
       return static_cast<uint32_t>(mass[r].codes);
+    });
+  }
+
+  /// The values that are read (section 7).
+  void accumulate(const Chunk& c) {
+    ReadList list;
+    for (int i = 0; i < tiles_; ++i) {
+      const Tile& t = c.tile[i];
+      if (t.v_h == 0) continue;
+      const int count = std::popcount(t.v_h);
+      if (list.count + count > kTile) {
+        add_values(c, list);
+        list.count = 0, list.l = list.b = 0;
+      }
+      Ops::scales(t.page.v_scale + t.slot, value_scale_ + i * kTile);
+      Ops::list(t.v_h, i * kTile, list.key + list.count);
+      list.l |= moved_together(t.v_l, t.v_h) << list.count;
+      list.b |= moved_together(t.v_b, t.v_h) << list.count;
+      list.count += count;
+    }
+    if (list.count > 0) add_values(c, list);
+  }
+
+  void add_values(const Chunk& c, const ReadList& list) {
+    Ops::read(list, c.x.data(), value_scale_, unit_, rows_, read_.data(), weight_[0]);
+    const Widths widths = Ops::widths(weight_[0], list.count, rows_);
+    const auto slot_of = [&](int place) {
+      const Tile& t = c.tile[list.key[place] / kTile];
+      return std::pair(&t.page, t.slot + list.key[place] % kTile);
+    };
+    values_.add(widths, ~uint64_t{0}, weight_, [&](int place) {
+      const auto [page, slot] = slot_of(place);
+      const uint8_t* const low = layout_.v_bits >= 8 ? page->v_l : page->v_h;  // without v_l none is read
+      const uint8_t* l[] = {kHalfPlane.bytes, low + slot * kHalf};             // not a branch: it could not be foreseen
+      return SplitRow{page->v_h + slot * kHalf, l[list.l >> place & 1]};
+    });
+    low_values_.add(widths, list.b, weight_, [&](int place) {
+      const auto [page, slot] = slot_of(place);
+      return PlainRow{page->v_b + slot * D};
     });
   }
 
@@ -252,8 +335,13 @@ class RangeWorker {
     means_.drain(int64_t{1} << 16, in_order, num);
     constexpr int64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
     for (int r = 0; r < rows_; ++r) {
-      for (int c = 0; c < D; ++c) num[r * D + c] += kAbove * half_mass_[r];
-      out_->peak[r] = *std::max_element(&peak_[r * kLanes], &peak_[r * kLanes] + kLanes);
+      const typename Ops::ReadSums& read = read_[r];
+      out_->dropped[r] += dropped_[r].total();
+      out_->den[r] = out_->dropped[r] + read.den();
+      out_->mass[r] += read.mass();
+      out_->peak[r] = read.peak();
+      const int64_t half = read.half();
+      for (int c = 0; c < D; ++c) num[r * D + c] += kAbove * half;
     }
     if (!correct_) return;
     for (int r = 0; r < rows_; ++r) std::fill_n(&code_sum_[r * D], D, -128 * code_mass_[r]);
@@ -293,86 +381,29 @@ class RangeWorker {
   RangeSums* out_ = nullptr;
   CacheLayout layout_;
   bool correct_ = false, every_value_ = false;
+  int tiles_ = 0;  // of a chunk
 
-  std::vector<TileState> stages_;
+  RowScales level_0_, level_1_;
+  ValueGates usual_gates_[kMaxRows];
+  float unit_[kMaxRows];        // 1 / E
+  double mean_unit_[kMaxRows];  // the same
+
+  std::vector<Chunk> chunks_;
   RowTile<int32_t> dot_;
   RowTile<uint32_t> weight_;
   RowTile<uint8_t> code_;
+  alignas(64) float value_scale_[kChunk];
 
-  RowSums<Ops, SplitRow> values_;      // plane a
-  RowSums<Ops, PlainRow> low_values_;  // plane b
+  std::vector<typename Ops::ReadSums> read_;    // (G,)
+  std::vector<typename Ops::LaneSum> dropped_;  // (G,) without the tail model
+  RowSums<Ops, SplitRow> values_;               // plane a
+  RowSums<Ops, PlainRow> low_values_;           // plane b
   RowBatch<Ops, PlainRow, 4> means_;
   typename Ops::template Sums<1> codes_;  // plane h's codes, split
   RowBatch<Ops, CodeRow, 2> code_means_;  // C_b is at most 64 * 255
-  int64_t code_mass_[kMaxRows], half_mass_[kMaxRows];
+  int64_t code_mass_[kMaxRows];
   Buffer<int64_t> code_sum_;  // (G, D): S of section 7
-  Buffer<float> peak_;        // (G, kLanes)
 };
-
-template <class Ops>
-void sum_rows(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSums& sums) {
-  thread_local std::unique_ptr<RangeWorker<Ops>> worker;
-  if (!worker || worker->rows() != group.rows) worker = std::make_unique<RangeWorker<Ops>>(group.rows);
-  worker->run(group, tile_begin, tile_end, sums);
-}
-
-template <class Ops>
-void score_rows(const Group& g, const int64_t* keys, int count, float* logits) {
-  constexpr int D = Ops::kDim, kHalf = D / 2;
-  const Query& q = g.query;
-  const bool coarse = g.params->cache.layout.k_bits == 4;  // level 0, else level 1
-  SplitRow rows[kTile];
-  float scale[kTile];
-  const int64_t page_size = g.params->cache.layout.page_size;
-  plan::HeadPage page{};
-  for (int i = 0; i < count; ++i) {
-    const int64_t slot = g.slot_of(keys[i]);
-    if (i == 0 || keys[i] / page_size != keys[i - 1] / page_size) page = g.page_of(keys[i]);
-    rows[i] = {page.k_h + slot * kHalf, coarse ? kHalfPlane.bytes : page.k_l + slot * kHalf};
-    prefetch(rows[i].h, kHalf);
-    if (!coarse) prefetch(rows[i].l, kHalf);
-    scale[i] =
-        numerics::from_bf16(page.k_scale[slot / kTile * kTile + numerics::scale_slot(static_cast<int>(slot % kTile))]);
-  }
-  int padded = count;
-  for (; padded % 4 != 0; ++padded) rows[padded] = rows[0];
-  int32_t products[kMaxRows * kTile];  // (G, 64)
-  if (coarse) {
-    Ops::template dots<false>(rows, padded, q.a_split.data(), nullptr, q.sum_a, g.rows, products);
-    for (int r = 0; r < g.rows; ++r) {
-      for (int i = 0; i < count; ++i) products[r * kTile + i] = level_0(products[r * kTile + i], q.sum_a[r]);
-    }
-  } else {
-    Ops::template dots<true>(rows, padded, q.a_split.data(), q.b_split.data(), q.sum, g.rows, products);
-  }
-  for (int r = 0; r < g.rows; ++r) {
-    const int32_t* dot = products + r * kTile;
-    float* out = logits + r * kTile;
-    const float unit = numerics::mul(q.scale[r], coarse ? 0.5f : 0x1p-8f);
-    for (int i = 0; i < count; ++i) out[i] = numerics::mul(numerics::mul(static_cast<float>(dot[i]), unit), scale[i]);
-  }
-}
-
-/// Picks the operations for the head dim.
-template <template <int> class Ops>
-void sum_range(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSums& sums) {
-  if (group.head_dim == 64) return sum_rows<Ops<64>>(group, tile_begin, tile_end, sums);
-  if (group.head_dim == 128) return sum_rows<Ops<128>>(group, tile_begin, tile_end, sums);
-  sum_rows<Ops<256>>(group, tile_begin, tile_end, sums);
-}
-
-template <template <int> class Ops>
-void score_keys(const Group& group, const int64_t* keys, int count, float* logits) {
-  if (group.head_dim == 64) return score_rows<Ops<64>>(group, keys, count, logits);
-  if (group.head_dim == 128) return score_rows<Ops<128>>(group, keys, count, logits);
-  score_rows<Ops<256>>(group, keys, count, logits);
-}
-
-/// The kernels of a set of operations.
-template <template <int> class Ops>
-DecodeKernels kernels_of() {
-  return {sum_range<Ops>, score_keys<Ops>};
-}
 
 }  // namespace
 }  // namespace fold::cpu
