@@ -66,10 +66,14 @@ void score_keys(const Group& group, const int64_t* keys, int count, float* logit
   score_rows<Ops<256>>(group, keys, count, logits);
 }
 
+inline void weigh_logits(const float* logits, int64_t count, float largest, uint32_t* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = numerics::fix(numerics::sub(logits[i], largest));
+}
+
 /// The kernels of a set of operations.
 template <template <int> class Ops>
 DecodeKernels kernels_of() {
-  return {sum_range<Ops>, score_keys<Ops>};
+  return {sum_range<Ops>, score_keys<Ops>, weigh_logits};
 }
 
 }  // namespace

@@ -20,6 +20,9 @@ struct DecodeKernels {
   /// Logits of `count` (<= 64) visible keys at the sampled reference's level (docs/numerics.md, section 5). keys:
   /// (count,) physical; logits: (G, 64).
   void (*score_keys)(const Group& group, const int64_t* keys, int count, float* logits);
+
+  /// fix(logits[i] - largest). out: (count,)
+  void (*weigh_logits)(const float* logits, int64_t count, float largest, uint32_t* out);
 };
 
 DecodeKernels decode_kernels_portable();

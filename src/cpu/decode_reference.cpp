@@ -36,6 +36,7 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
     for (int r = 0; r < g.rows; ++r)
       std::copy_n(&part[static_cast<size_t>(r) * kTile], count, &logits[r * keys.size() + i]);
   }
+  std::vector<uint32_t> weights(keys.size());
   for (int r = 0; r < g.rows; ++r) {
     if (g.poisoned[r]) {
       g.z[r] = g.spread[r] = numerics::quiet_nan();
@@ -45,11 +46,10 @@ void sample_reference(Group& g, const DecodeKernels& kernels) {
     float largest = row[0];
     for (size_t i = 1; i < keys.size(); ++i) largest = larger(largest, row[i]);
     if (sampled > 0) std::partial_sort(row, row + kTrimmed, row + sampled, std::greater<float>());
+    kernels.weigh_logits(row, static_cast<int64_t>(keys.size()), largest, weights.data());
     numerics::ScoreSums counted, extrapolated;
-    for (size_t i = 0; i < keys.size(); ++i) {
-      numerics::add_score(i >= kTrimmed && i < sampled ? extrapolated : counted,
-                          numerics::fix(numerics::sub(row[i], largest)));
-    }
+    for (size_t i = 0; i < keys.size(); ++i)
+      numerics::add_score(i >= kTrimmed && i < sampled ? extrapolated : counted, weights[i]);
     const numerics::Reference declared = numerics::declared_reference(largest, counted, extrapolated, rest);
     g.z[r] = numerics::add(declared.z, g.params->reference_shift);
     if (!numerics::is_finite(g.z[r])) g.z[r] = numerics::quiet_nan();  // which asks for no plane
