@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/decode/decode.h"
 #include "cuda/decode/finish.cuh"
@@ -129,8 +130,8 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
 }
 
 /// Before step_kernel: one CTA a group. Whatever came before has finished once it lets the next kernel start.
-template <int D>
-__global__ __launch_bounds__(kPrepareThreads, 2) void prepare_kernel(const __grid_constant__ Step step) {
+template <int D, int Warps>
+__global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const __grid_constant__ Step step) {
   if (!step.appends) {
     ptx::wait_for_earlier_kernels();
     ptx::let_next_kernel_start();
@@ -138,7 +139,7 @@ __global__ __launch_bounds__(kPrepareThreads, 2) void prepare_kernel(const __gri
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const int index = static_cast<int>(blockIdx.x);
   clear_group(step, index);
-  if (prepare_group<D>(step, index, *reinterpret_cast<PrepareShared<D>*>(shared_bytes))) return;
+  if (prepare_group(step, index, *reinterpret_cast<PrepareShared<D, Warps>*>(shared_bytes))) return;
   ptx::wait_for_earlier_kernels();
   if (threadIdx.x == 0) step.workspace.group(index).head->seen = 0;
   write_unseen<D>(step, index);
@@ -160,8 +161,17 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
   };
   step.splits = splits(step.params.splits > 0 ? step.params.splits : ctas / (groups * step.parts), kMostSplits);
-  launch_kernel(prepare_kernel<D>, {groups, kPrepareThreads, sizeof(PrepareShared<D>), true}, stream, "decode, prepare",
-                step);
+  const auto prepare = [&](auto warps) {
+    constexpr int kWarps = warps();
+    launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,
+                  "decode, prepare", step);
+  };
+  // A group is done sooner by more warps, many groups by fewer (which would have too few registers for head dim 256).
+  if (D == 256 || groups <= 4 * int64_t{multiprocessors}) {
+    prepare(std::integral_constant<int, 12>());
+  } else if constexpr (D != 256) {
+    prepare(std::integral_constant<int, 4>());
+  }
   launch_kernel(step_kernel<D, How>, {groups * step.parts * step.splits, Summer::kThreads, kShared, true}, stream,
                 "decode", step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
@@ -205,8 +215,12 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .parts = 1,
             .again = false,
             .max_pages = bounds.max_pages,
+            .tiles_of_page = static_cast<int>(params.cache.layout.page_size / kTile),
+            .per_page = 0,
             .appends = bounds.written != nullptr,
             .bringing = {}};
+  const auto per_page = static_cast<unsigned>(step.tiles_of_page);
+  step.per_page = (0x80000000u + per_page - 1) / per_page;
   if (step.appends) step.bringing = cache::bringing_of(*bounds.written);
   if (step.workspace.groups == 0) return;
   if (params.gates != nullptr) {

@@ -19,7 +19,7 @@ __device__ void correct_numerator(const Step& step, const RangeTask& task, int r
   const plan::DecodeParams& p = step.params;
   const GroupState& g = task.g;
   const int mark = task.fit_mark;
-  const plan::HeadPage page = page_of(p, task.batch, task.kv_head, mark - 1);
+  const plan::HeadPage page = page_of(step, task.batch, task.kv_head, mark - 1);
   const int64_t direction = plan::fit_slot(mark, p.cache.layout.page_size) * numerics::kRank;
   // Lane j < 16 brings direction j's.
   const int mine = lane % numerics::kRank;

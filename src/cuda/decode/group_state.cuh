@@ -107,9 +107,16 @@ struct Step {
   int parts;          // and of rows
   bool again;         // the groups in the queue, cut finer
   int64_t max_pages;  // columns of the block table
+  int tiles_of_page;
+  unsigned per_page;  // 2^31 over that, rounded up: exact for every tile there can be
   bool appends;       // the kernel right before writes the step's tokens to the cache
   cache::Bringing bringing;
 };
+
+/// The block table's column of a tile.
+__device__ inline int column_of_tile(const Step& step, int tile) {
+  return static_cast<int>(uint64_t{static_cast<unsigned>(tile)} * step.per_page >> 31);
+}
 
 /// What a group's index stands for. token: of the request.
 struct GroupPlace {
@@ -125,7 +132,7 @@ __device__ inline GroupPlace place_of_group(const Step& step, int group) {
 __device__ inline bool find_visible(const Step& step, const RequestLength& request, int batch, int token, Visible& v) {
   const plan::CacheView& cache = step.params.cache;
   return find_visible(step.params, request, batch, token, v) && cache.num_pages > 0 &&
-         v.last_physical() / static_cast<int>(cache.layout.page_size) < step.max_pages;
+         column_of_tile(step, v.last_physical() / kTile) < step.max_pages;
 }
 
 }  // namespace fold::cuda

@@ -11,17 +11,20 @@
 namespace fold::cuda {
 
 constexpr int kScoredKeys = static_cast<int>(numerics::kScoredKeys);
-constexpr int kKeysOfWarp = 16;  ///< that it scores: the rows of a product
-constexpr int kPrepareThreads = 32 * kScoredKeys / kKeysOfWarp;
-constexpr int kPreparedRows = kPrepareThreads / 32;  ///< at once, a warp each
-static_assert(kScoredKeys % kKeysOfWarp == 0 && kPreparedRows % 4 == 0);
+constexpr int kKeysAtOnce = 16;  ///< that a warp scores: the rows of a product
+constexpr int kKeyBatches = kScoredKeys / kKeysAtOnce;
+static_assert(kScoredKeys % kKeysAtOnce == 0);
 
-template <int D>
+/// Warps: of the CTA. It prepares as many rows at once, a warp each, and each warp scores as many batches of keys.
+template <int D, int Warps>
 struct PrepareShared {
-  alignas(16) int8_t a_split[kPreparedRows][D], b_split[kPreparedRows][D];  // as GroupState's
-  alignas(16) uint8_t h[kScoredKeys][D / 2], l[kScoredKeys][D / 2];         // samples first, then what is counted once
-  float logits[kPreparedRows][kScoredKeys];                                 // likewise
-  RowState rows[kPreparedRows];
+  static constexpr int kRows = Warps, kBatches = kKeyBatches / Warps;
+  static_assert(kKeyBatches % Warps == 0 && kRows % 4 == 0);  // rows are scored four at a time
+
+  alignas(16) int8_t a_split[kRows][D], b_split[kRows][D];           // as GroupState's
+  alignas(16) uint8_t h[kScoredKeys][D / 2], l[kScoredKeys][D / 2];  // samples first, then what is counted once
+  float logits[kRows][kScoredKeys];                                  // likewise
+  RowState rows[kRows];
   unsigned largest_scale, largest_bound;
   int exponents, settled;
   int keys, position;      // of Visible, which takes too many registers to be kept
@@ -54,9 +57,9 @@ __device__ GivenRow<D> load_row(const plan::DecodeParams& p, int batch, int toke
 }
 
 /// Splits a query into planes, row r of the group's; it is the slot-th at work. A warp's work.
-template <int D>
+template <int D, int Warps>
 __device__ void split_query(const Step& step, int group, GivenRow<D> given, int r, int slot, int lane,
-                            PrepareShared<D>& shared) {
+                            PrepareShared<D, Warps>& shared) {
   constexpr int N = D / 32;
   const GroupState g = step.workspace.group(group);
   float(&x)[N] = given.query;
@@ -102,9 +105,9 @@ __device__ void split_query(const Step& step, int group, GivenRow<D> given, int 
 }
 
 /// Sends for the planes of scored key i: a fourth of them, the lane's. Returns the key's scale.
-template <int D>
+template <int D, int Warps>
 __device__ uint16_t send_key(const plan::DecodeParams& p, int id, int kv_head, int slot, int i, int fourth,
-                             PrepareShared<D>& shared) {
+                             PrepareShared<D, Warps>& shared) {
   const plan::HeadPage page = plan::head_page(p.cache, id, kv_head);
 #pragma unroll
   for (int piece = fourth; piece < D / 32; piece += 4) {
@@ -116,8 +119,8 @@ __device__ uint16_t send_key(const plan::DecodeParams& p, int id, int kv_head, i
 }
 
 /// Adds what a thread found of the keys' scales. By whole warps.
-template <int D>
-__device__ void add_survey(const SurveyedScales& found, PrepareShared<D>& shared) {
+template <int D, int Warps>
+__device__ void add_survey(const SurveyedScales& found, PrepareShared<D, Warps>& shared) {
   const unsigned largest = __reduce_max_sync(kWarp, found.largest), bound = __reduce_max_sync(kWarp, found.bound);
   const int exponents = __reduce_add_sync(kWarp, found.exponents), settled = __reduce_add_sync(kWarp, found.settled);
   if (threadIdx.x % 32 != 0) return;
@@ -129,8 +132,9 @@ __device__ void add_survey(const SurveyedScales& found, PrepareShared<D>& shared
 
 /// Logits of a warp's sixteen keys, from key `first_key` on, for the `count` rows at work. scale: of keys g and g + 8,
 /// where lane 4 g + c.
-template <int D>
-__device__ void score_keys(int first_key, const uint16_t (&scale)[2], bool low, int count, PrepareShared<D>& shared) {
+template <int D, int Warps>
+__device__ void score_keys(int first_key, const uint16_t (&scale)[2], bool low, int count,
+                           PrepareShared<D, Warps>& shared) {
   constexpr int kWords = D == 64 ? 2 : 4;  // of a plane at once
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, c = lane % 4;
 #pragma unroll 1
@@ -169,12 +173,6 @@ __device__ inline int64_t warp_sum(int64_t value) {
   for (int s = 16; s > 0; s /= 2) value += __shfl_xor_sync(kWarp, value, s);
   return value;
 }
-/// The same of numbers from 0 to 2^31, faster.
-__device__ inline int64_t warp_sum_of_small(int64_t value) {
-  const auto part = [](int64_t bits) { return int64_t{__reduce_add_sync(kWarp, static_cast<unsigned>(bits))}; };
-  return (part(value >> 16) << 16) + part(value & 0xFFFF);
-}
-
 /// The reference of a row from its logits. A warp's work.
 __device__ inline numerics::Reference declare(const float* logits, const Scored& scored, int lane) {
   constexpr int kMost = (numerics::kScoredKeys + 31) / 32;
@@ -211,9 +209,8 @@ __device__ inline numerics::Reference declare(const float* logits, const Scored&
     numerics::add_score(once, counted[i] ? w : 0);
     numerics::add_score(samples, counted[i] ? 0 : w);
   }
-  static_assert(int64_t{kMost} << numerics::kFraction <= int64_t{1} << 31);
-  once = {warp_sum_of_small(once.weights), warp_sum_of_small(once.squares)};
-  samples = {warp_sum_of_small(samples.weights), warp_sum_of_small(samples.squares)};
+  once = {warp_sum(once.weights), warp_sum(once.squares)};
+  samples = {warp_sum(samples.weights), warp_sum(samples.squares)};
   return numerics::declared_reference(m, once, samples, scored.rest);
 }
 
@@ -256,20 +253,20 @@ __device__ void write_unseen(const Step& step, int index) {
 /// Sets to zero what CTAs add to a group. By all threads of a CTA.
 __device__ inline void clear_group(const Step& step, int64_t index) {
   const GroupState g = step.workspace.group(index);
-  const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x);
+  const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   auto* const num = reinterpret_cast<uint4*>(g.num);
 #pragma unroll 1
-  for (int i = thread; i < rows * step.workspace.head_dim / 2; i += kPrepareThreads) num[i] = {0, 0, 0, 0};
+  for (int i = thread; i < rows * step.workspace.head_dim / 2; i += threads) num[i] = {0, 0, 0, 0};
 #pragma unroll 1
-  for (int i = thread; i < rows * numerics::kRank; i += kPrepareThreads) g.t[i] = 0;
+  for (int i = thread; i < rows * numerics::kRank; i += threads) g.t[i] = 0;
   if (thread < rows) g.sums[thread] = {0, 0, 0, 0, ordered(-INFINITY)};
   if (thread < Workspace::kReruns) step.workspace.queue_entries()[index * Workspace::kReruns + thread] = -1;
   if (thread == 0 && index == 0) *step.workspace.queue() = {};
 }
 
 /// Declares the reference and grid of row r, the slot-th at work. A warp's work.
-template <int D>
-__device__ void declare_row(const Step& step, int group, int r, int slot, PrepareShared<D>& shared) {
+template <int D, int Warps>
+__device__ void declare_row(const Step& step, int group, int r, int slot, PrepareShared<D, Warps>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Scored scored = scored_of(shared.keys);
   const numerics::Reference declared = declare(shared.logits[slot], scored, lane);
@@ -295,15 +292,16 @@ __device__ inline int scored_key(const Visible& v, const Scored& scored, int i) 
   return i == scored.samples ? v.first : v.position - numerics::kNewest + (i - scored.samples);
 }
 
-/// Declares a group's references and what else its sums need to know. By kPrepareThreads. False: the token sees no key,
+/// Declares a group's references and what else its sums need to know. By `Warps` warps. False: the token sees no key,
 /// keys past the table, or some page that is not in the pool. Beside a kernel that writes the step's tokens, what is
 /// older is asked for before that kernel is waited for.
-template <int D>
-__device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& shared) {
+template <int D, int Warps>
+__device__ bool prepare_group(const Step& step, int index, PrepareShared<D, Warps>& shared) {
   const plan::DecodeParams& p = step.params;
   const auto [batch, token, kv_head] = place_of_group(step, index);
   const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int slot = kPreparedRows - 1 - warp;
+  constexpr int kRows = PrepareShared<D, Warps>::kRows, kBatches = PrepareShared<D, Warps>::kBatches;
+  const int slot = kRows - 1 - warp;
   GivenRow<D> given{};
   if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
   RequestLength request;
@@ -320,24 +318,26 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   // Everything is sent for before anything of it is waited for: pages' ids first, then what is in the pages.
   const int n = v.count();
   const Scored scored = scored_of(n);
-  const int first_key = kKeysOfWarp * warp;  // that the warp scores
-  int physical[2] = {}, id[2] = {-1, -1};
+  // The lane's keys, two a batch of the warp's.
+  const auto number = [&](int j) { return kKeysAtOnce * (kBatches * warp + j / 2) + lane / 4 + 8 * (j % 2); };
+  int physical[2 * kBatches], id[2 * kBatches];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int i = first_key + lane / 4 + 8 * j;
-    if (i >= scored.all) continue;
-    physical[j] = v.physical(scored_key(v, scored, i));
-    id[j] = page_id(p, batch, physical[j]);
+  for (int j = 0; j < 2 * kBatches; ++j) {
+    physical[j] = 0;
+    id[j] = -1;
+    if (number(j) >= scored.all) continue;
+    physical[j] = v.physical(scored_key(v, scored, number(j)));
+    id[j] = page_id(step, batch, physical[j]);
   }
-  ScaleSurvey survey(p, v, batch, kv_head, written);
+  ScaleSurvey survey(step, v, batch, kv_head, written);
   survey.look_up();
   if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
-  uint16_t scale[2] = {};
+  uint16_t scale[kBatches][2] = {};
   const auto send_keys = [&](bool are_written) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < 2 * kBatches; ++j) {
       if (!in_pool(p, id[j]) || (physical[j] < written) != are_written) continue;
-      scale[j] = send_key(p, id[j], kv_head, slot_of(p, physical[j]), first_key + lane / 4 + 8 * j, lane % 4, shared);
+      scale[j / 2][j % 2] = send_key(p, id[j], kv_head, slot_of(step, physical[j]), number(j), lane % 4, shared);
     }
   };
   send_keys(true);
@@ -361,7 +361,7 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
   int typical = 0;
   bool outliers = false;
 #pragma unroll 1
-  for (int row = 0; row < rows; row += kPreparedRows) {
+  for (int row = 0; row < rows; row += kRows) {
     const int r = row + slot;
     if (row > 0) {
       if (r < rows) {
@@ -369,7 +369,11 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D>& sha
       }
       __syncthreads();
     }
-    score_keys(first_key, scale, p.cache.layout.k_bits > 4, min(rows - row, kPreparedRows), shared);
+#pragma unroll
+    for (int i = 0; i < kBatches; ++i) {
+      score_keys(kKeysAtOnce * (kBatches * warp + i), scale[i], p.cache.layout.k_bits > 4, min(rows - row, kRows),
+                 shared);
+    }
     __syncthreads();
     if (r < rows) declare_row(step, index, r, slot, shared);
     if (row == 0 && thread == 0) {

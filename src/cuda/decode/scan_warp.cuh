@@ -12,7 +12,8 @@ class ScanWarp {
   /// What the range's warps take in turn, from its end on, is a tile, or half of one whose keys are all read: those of
   /// one tile would keep a warp longer than all else.
   __device__ ScanWarp(const Step& step, const RangeTask& task, Shared& shared, int warp)
-      : p_(step.params),
+      : step_(step),
+        p_(step.params),
         task_(task),
         s_(shared),
         w_(shared.scan[warp]),
@@ -25,8 +26,6 @@ class ScanWarp {
         last_unit_(2 * task.tiles.end - halves_from_ - 1 - warp),
         units_((last_unit_ - task.tiles.begin + Shared::kScanWarps) / Shared::kScanWarps),
         halves_((max(last_unit_ - halves_from_, -1) + Shared::kScanWarps) / Shared::kScanWarps),
-        tiles_of_page_(shared.tiles_of_page),
-        per_page_(shared.per_page),
         keys_at_(shared.offsets.k_h + 16 * lane_),
         beside_at_(lane_ < kScaleLanes       ? shared.offsets.k_scale + 16 * lane_
                    : lane_ < 2 * kScaleLanes ? shared.offsets.v_scale + 16 * (lane_ - kScaleLanes)
@@ -88,15 +87,10 @@ class ScanWarp {
   __device__ int tile(int n) const { return n < halves_ ? (unit(n) + halves_from_) >> 1 : unit(n); }
   __device__ bool settled(int n) const { return n >= halves_ && unit(n) * kTile >= first_key_; }
 
-  /// The block table's column of a tile.
-  __device__ int column(int tile) const {
-    return static_cast<int>(uint64_t{static_cast<unsigned>(tile)} * per_page_ >> 31);
-  }
-
   /// The page of that tile, as the block table has it.
   __device__ unsigned look_up(int n) const {
     if (n >= units_) return 0;
-    const int64_t at = task_.batch * p_.block_table_stride + column(tile(n));
+    const int64_t at = task_.batch * p_.block_table_stride + column_of_tile(step_, tile(n));
     return static_cast<unsigned>(__ldcg(p_.block_table + at));
   }
 
@@ -108,7 +102,7 @@ class ScanWarp {
     }
     // A page that does not exist makes for nonsense, which nobody asks for.
     const unsigned page = min(__shfl_sync(kWarp, pages_, n % 32), static_cast<unsigned>(p_.cache.num_pages - 1));
-    const int in_page = tile(n) - column(tile(n)) * tiles_of_page_, slot = in_page * kTile;
+    const int in_page = tile(n) - column_of_tile(step_, tile(n)) * step_.tiles_of_page, slot = in_page * kTile;
     Stage& stage = w_.stage[n % kStages];
     if (lane_ == 0) stage.place = {static_cast<int>(page), slot};
     const uint8_t* const from = p_.cache.pages + page * p_.cache.page_stride;
@@ -244,6 +238,7 @@ class ScanWarp {
   }
   static_assert(numerics::kFraction == 26);
 
+  const Step& step_;
   const plan::DecodeParams& p_;
   const RangeTask& task_;
   Shared& s_;
@@ -253,9 +248,7 @@ class ScanWarp {
   const int first_key_;                // that is visible
   const int halves_from_, last_unit_;  // the first tile that is taken in halves; the warp's first unit
   const int units_, halves_;           // how many the warp has, and how many of them are halves
-  const int tiles_of_page_;
-  const unsigned per_page_;        // as StreamShared has it
-  const int keys_at_, beside_at_;  // in a page: what the lane sends for of its first tile
+  const int keys_at_, beside_at_;      // in a page: what the lane sends for of its first tile
 
   Candidates<D, Quads> candidates_;
   Held held_;

@@ -74,9 +74,7 @@ struct StreamShared {
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
   int scanning;  // scan warps at work
-  int tiles_of_page;
-  unsigned per_page;  // 2^31 over that, rounded up: exact for every tile there can be
-  int loud;           // whether some row may drop a weight of 2^22 or more
+  int loud;      // whether some row may drop a weight of 2^22 or more
 };
 
 }  // namespace fold::cuda

@@ -31,7 +31,7 @@ template <int D>
 class RangeSummer {
  public:
   __device__ RangeSummer(const Step& step, const RangeTask& task, SumShared<D>& shared)
-      : p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
+      : step_(step), p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
 
   static constexpr bool kTail = true;
   static constexpr bool kStartsEarly = false;  ///< before the references are declared
@@ -79,8 +79,8 @@ class RangeSummer {
 
   __device__ void add_tile(int tile, uint64_t visible, unsigned long long& bytes, unsigned long long& values) {
     const uint64_t always = task_.visible.always(tile);
-    const plan::HeadPage page = page_of(p_, task_.batch, task_.kv_head, tile * kTile);
-    const int64_t slot = slot_of(p_, tile * kTile);
+    const plan::HeadPage page = page_of(step_, task_.batch, task_.kv_head, tile * kTile);
+    const int64_t slot = slot_of(step_, tile * kTile);
     const GroupState& g = task_.g;
     const auto seen = [&](int k) { return (visible >> k & 1) != 0; };
 
@@ -249,7 +249,7 @@ class RangeSummer {
       if (num != 0) ptx::add_global(&g.num[task_.row_begin * D + i], num);
     }
     if (task_.fit_mark > 0) {
-      const plan::HeadPage page = page_of(p_, task_.batch, task_.kv_head, task_.fit_mark - 1);
+      const plan::HeadPage page = page_of(step_, task_.batch, task_.kv_head, task_.fit_mark - 1);
       const int8_t* in = page.fit_in + plan::fit_slot(task_.fit_mark, layout_.page_size) * numerics::kRank * D;
       for (int i = threadIdx.x; i < part * numerics::kRank; i += kSumThreads) {
         const int8_t* direction = in + i % numerics::kRank * D;
@@ -264,6 +264,7 @@ class RangeSummer {
     if (threadIdx.x == 0 && task_.row_begin == 0) ptx::add_global(&g.head->bytes, bytes);
   }
 
+  const Step& step_;
   const plan::DecodeParams& p_;
   const RangeTask& task_;
   SumShared<D>& s_;

@@ -81,7 +81,8 @@ class NarrowSummer {
 
   // Both are in shared memory: told that they are apart, the compiler gets by with its registers.
   __device__ NarrowSummer(const Step& step, const RangeTask& __restrict__ task, Shared& __restrict__ shared)
-      : p_(step.params),
+      : step_(step),
+        p_(step.params),
         task_(task),
         s_(shared),
         layout_(step.params.cache.layout),
@@ -918,7 +919,7 @@ class NarrowSummer {
       if (sum != 0) ptx::add_global(&g.num[i], sum << 8);
     }
     if (task_.fit_mark > 0) {
-      const plan::HeadPage page = page_of(p_, task_.batch, task_.kv_head, task_.fit_mark - 1);
+      const plan::HeadPage page = page_of(step_, task_.batch, task_.kv_head, task_.fit_mark - 1);
       const int8_t* in = page.fit_in + plan::fit_slot(task_.fit_mark, layout_.page_size) * numerics::kRank * D;
       constexpr int kMine = numerics::kRank / kChunkTiles;  // directions of a warp
       int8_t direction[kMine][D / 32];
@@ -961,6 +962,7 @@ class NarrowSummer {
     __syncthreads();
   }
 
+  const Step& step_;
   const plan::DecodeParams& p_;
   const RangeTask& task_;
   Shared& s_;

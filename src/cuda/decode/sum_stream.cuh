@@ -114,9 +114,6 @@ class StreamSummer {
                     .v_b = offset(from.v_b, row * D),
                     .v_scale = offset(from.v_scale, 2 * row),
                     .bound = offset(from.bound, 2 * block)};
-      s_.tiles_of_page = page_size / kTile;
-      s_.per_page =
-          (0x80000000u + static_cast<unsigned>(s_.tiles_of_page) - 1) / static_cast<unsigned>(s_.tiles_of_page);
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
       s_.values = s_.bytes = 0;

@@ -8,16 +8,17 @@
 namespace fold::cuda {
 
 /// Of the page that holds a physical key, as the block table has it. Past L1, as is all that prepare_kernel reads.
-__device__ inline int page_id(const plan::DecodeParams& p, int batch, int key) {
-  return __ldcg(p.block_table + batch * p.block_table_stride + key / static_cast<int>(p.cache.layout.page_size));
+__device__ inline int page_id(const Step& step, int batch, int key) {
+  const plan::DecodeParams& p = step.params;
+  return __ldcg(p.block_table + batch * p.block_table_stride + column_of_tile(step, key / kTile));
 }
 /// The section pointers of that page.
-__device__ inline plan::HeadPage page_of(const plan::DecodeParams& p, int batch, int kv_head, int key) {
-  return plan::head_page(p.cache, page_id(p, batch, key), kv_head);
+__device__ inline plan::HeadPage page_of(const Step& step, int batch, int kv_head, int key) {
+  return plan::head_page(step.params.cache, page_id(step, batch, key), kv_head);
 }
 /// Where in its page a physical key is.
-__device__ inline int slot_of(const plan::DecodeParams& p, int key) {
-  return key % static_cast<int>(p.cache.layout.page_size);
+__device__ inline int slot_of(const Step& step, int key) {
+  return key - column_of_tile(step, key / kTile) * step.tiles_of_page * kTile;
 }
 
 __device__ inline bool in_pool(const plan::DecodeParams& p, int id) { return id >= 0 && id < p.cache.num_pages; }
@@ -37,8 +38,9 @@ class ScaleSurvey {
   SurveyedScales found;
 
   /// Of the tiles from key `end` on, each key is looked at by itself: their bounds may not be written yet.
-  __device__ ScaleSurvey(const plan::DecodeParams& p, const Visible& v, int batch, int kv_head, int end)
-      : p_(p),
+  __device__ ScaleSurvey(const Step& step, const Visible& v, int batch, int kv_head, int end)
+      : step_(step),
+        p_(step.params),
         v_(v),
         batch_(batch),
         kv_head_(kv_head),
@@ -54,7 +56,7 @@ class ScaleSurvey {
   /// Asks for the pages of the thread's first tiles.
   __device__ void look_up() {
     look_up_whole();
-    if (is_cut()) cut_id_ = page_id(p_, batch_, cut_tile_ * kTile);
+    if (is_cut()) cut_id_ = page_id(step_, batch_, cut_tile_ * kTile);
   }
   /// Asks for their bounds.
   __device__ void load() {
@@ -86,7 +88,7 @@ class ScaleSurvey {
     for (int j = 0; j < 2; ++j) {
       const int key = static_cast<int>(threadIdx.x) % 32 + 32 * j;
       if (!v_.sees(cut_tile_ * kTile + key)) continue;
-      const int at = slot_of(p_, cut_tile_ * kTile) + numerics::scale_slot(key);
+      const int at = slot_of(step_, cut_tile_ * kTile) + numerics::scale_slot(key);
       v_scale[j] = __ldcg(page.v_scale + at);
       k_scale[j] = __ldcg(page.k_scale + at);
     }
@@ -106,11 +108,11 @@ class ScaleSurvey {
 
   __device__ void look_up_whole() {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) id_[i] = tile(i) < end_ ? page_id(p_, batch_, tile(i) * kTile) : 0;
+    for (int i = 0; i < kAtOnce; ++i) id_[i] = tile(i) < end_ ? page_id(step_, batch_, tile(i) * kTile) : 0;
   }
 
   __device__ uint16_t bound_of(int id, int key) const {
-    return __ldcg(plan::head_page(p_.cache, id, kv_head_).bound + slot_of(p_, key) / kTile);
+    return __ldcg(plan::head_page(p_.cache, id, kv_head_).bound + slot_of(step_, key) / kTile);
   }
 
   __device__ void add() {
@@ -124,6 +126,7 @@ class ScaleSurvey {
     }
   }
 
+  const Step& step_;
   const plan::DecodeParams& p_;
   const Visible& v_;
   const int batch_, kv_head_, settled_end_;
