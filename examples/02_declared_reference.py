@@ -56,4 +56,4 @@ for shift in (-300, 300):
     out, t = attention(mass)
     assert 0.5 <= t < 64
     assert error(out) < SOME_ROUNDINGS
-print("a row whose t is outside [1/2, 64) is computed again, from what t says")
+print("a row whose t is outside [1/4, 64) is computed again, from what t says")

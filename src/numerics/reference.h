@@ -51,8 +51,8 @@ struct RowMass {
   float peak;    ///< the largest x of a key whose V was read
 };
 
-/// Whether 2^(LSE - Z) is in [1/2, 64).
-FOLD_HD bool reference_holds(int64_t den) { return den >= (int64_t{1} << (kFraction - 1)) && den < 0xFFFFFFFFll; }
+/// Whether 2^(LSE - Z) is in [1/4, 64).
+FOLD_HD bool reference_holds(int64_t den) { return den >= (int64_t{1} << (kFraction - 2)) && den < 0xFFFFFFFFll; }
 
 /// Whether the sums are those of weights none of which saturated, and the numerator is in range. E of the first run
 /// bounds the mass; a smaller one may not, where the run that it came from read other keys.

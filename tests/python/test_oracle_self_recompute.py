@@ -208,7 +208,7 @@ def test_a_missed_peak_is_recomputed(peak, gates):
     assert abs(got.lse[0] - lse[0]) < 2e-3 + 1e-4 * peak
 
 
-@pytest.mark.parametrize("shift", [-1e5, -200, -60, -12, -5, 0.9, 8, 60, 200, 1e5])
+@pytest.mark.parametrize("shift", [-1e5, -200, -60, -12, -5, 1.5, 8, 60, 200, 1e5])
 def test_a_wrong_reference_changes_little(shift):
     cache, k, v = filled(Layout(1, 64), 1000)
     q = rng(12).normal(size=(3, 64)).astype(np.float32)
@@ -217,7 +217,7 @@ def test_a_wrong_reference_changes_little(shift):
     assert error(got.out, out) < 2e-4
     assert np.abs(got.lse - lse).max() < 1e-3
     assert got.recomputed.all() == got.recomputed.any() == (abs(shift) > 6)
-    assert ((got.sums.den >= 2**25) & (got.sums.den < SATURATED)).all()
+    assert ((got.sums.den >= 2**24) & (got.sums.den < SATURATED)).all()
 
 
 @pytest.mark.parametrize("shift", [-60, 60, 1e5])

@@ -43,7 +43,7 @@ class RowGroup:
 
 def holds(den: I64) -> Bool:
     """Whether the references of rows hold."""
-    return np.asarray((den >= 2**25) & (den < SATURATED))
+    return np.asarray((den >= 2**24) & (den < SATURATED))
 
 
 def mass_holds(den: I64, mass: I64, count: int) -> Bool:
