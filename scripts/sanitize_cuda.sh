@@ -3,7 +3,8 @@
 #
 #     scripts/sanitize_cuda.sh build/cuda [TOOL...]     # memcheck, synccheck and initcheck by default
 #
-# Masks, packed sequences, poison and empty sides, on inputs small enough for tools that slow a kernel down a hundred times.
+# Masks, packed sequences, poison and empty sides; decode at many lengths, with second runs; whole steps: on inputs small
+# enough for tools that slow a kernel down a hundred times.
 # It fails if a test does, or a tool has something to say. racecheck has to be asked for: it does not follow copies that
 # complete a barrier, nor a warp that meets in __syncwarp before one of its lanes arrives at a barrier for all, and takes
 # both for races.
@@ -18,8 +19,10 @@ forward+=':Dims/ForwardPacked.*:*ForwardRowsWithoutAKey:*ForwardNothingToDo:*For
 backward='*OneKey*:*RowsThatSeeNothing*:*EmptySides:*PackedSequences*:*StridesChangeNoBit:*CanBeCapturedInAGraph'
 backward+=':*MaskedKeysAndRows*'
 
+decode='*LengthsAndBits*:*WindowsAndSinks*:*DraftsAndTrees*:*WrongReferencesRunAgain*:*PoisonStaysWithItsRows*'
+
 for tool in "${tools[@]}"; do
-  for test in "attention_forward $forward" "attention_backward $backward"; do
+  for test in "attention_forward $forward" "attention_backward $backward" "decode $decode" 'step *'; do
     read -r name filter <<<"$test"
     echo "== $tool, $name"
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$build/cuda_test_$name" --gtest_brief=1 --gtest_filter="$filter"

@@ -31,7 +31,8 @@ __device__ uint4 fragment_of(const GroupState& g, int row, int fragment, int lan
 }
 
 /// Waits for what was declared of the group: fragments and constants of its queries, and sums of zero. Everything is
-/// loaded at once, before it is known which rows are active.
+/// loaded at once, before it is known which rows are active. Scan warps and value warps come from different places,
+/// which __syncthreads does not allow.
 template <int D, int Quads>
 __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads>& shared) {
   using Shared = StreamShared<D, Quads>;
@@ -44,7 +45,8 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
     const int lane = i % 32, fragment = i / 32 % Shared::kFragments, t = i / 32 / Shared::kFragments;
     shared.fragment[t][fragment][lane] = fragment_of<D>(task.g, min(4 * t + lane / 8, last), fragment, lane);
   }
-  __syncthreads();  // it is known now
+  const auto meet = [] { ptx::sync_named(1, Shared::kThreads); };
+  meet();  // it is known now
   if (r < Shared::kRows) {
     const bool active = r <= last && (task.active >> r & 1) != 0;
     if (!active) state = {.z = INFINITY};  // asks for nothing, weighs nothing
@@ -67,7 +69,7 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
   }
-  __syncthreads();
+  meet();
 }
 
 template <int D, int Quads>
