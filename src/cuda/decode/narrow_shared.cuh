@@ -1,0 +1,64 @@
+#pragma once
+#include "cuda/decode/visible.cuh"
+
+// What the warps of NarrowSummer share (sum_narrow.cuh).
+namespace fold::cuda {
+
+constexpr int kChunkTiles = 4;  ///< tiles of a chunk, warps of a CTA
+constexpr int kNarrowThreads = 32 * kChunkTiles;
+constexpr int kSlots = 32;         ///< V rows of a tile that are multiplied in a round
+constexpr int kLowSlots = 16;      ///< and V's b rows
+constexpr int kFlushChunks = 128;  ///< 2^15 keys: no 32-bit sum of products of bytes overflows before
+
+template <int D, int Quads>
+struct NarrowShared {
+  static constexpr int kRows = 4 * Quads;
+  static constexpr int kRowStride = kTile + 4;  // words; keeps rows off each other's banks
+
+  struct Row {  // constants of a query row
+    float sum_a, unit_0, neg_z, margin, k_l;
+    float e_q, unit_1, margin_16, k_b;
+    float v_h, v_l, v_b, per_e;
+    int first_sum, sum_128, fit_shift, e_exponent;
+  };
+  struct Offsets {  // of the KV head's sections in a page
+    int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound, mean_scale, mean, ubar;
+  };
+  struct Place {  // of a warp's tile
+    const uint8_t* page;
+    int tile, slot;                        // its index, the slot of its first key
+    int next_slot, next_index, next_page;  // of the next chunk's tile: slot, its page's place in the table, that page
+    unsigned bound, mean_scale;            // of its block, where it is settled, and of that one's neighbour
+  };
+  /// A warp's, and what the other warps read of its tile. One block: a single address leads to all of it.
+  struct alignas(16) Warp {
+    uint8_t k_h[kTile * D / 2];
+    uint16_t k_scale[kTile], v_scale[kTile];
+    // By scale slot; of keys read to level 2, D1 until then. Once all weights are known: the block's mean row and
+    // codes.
+    float x[kRows][kRowStride];
+    unsigned weight[kRows][kRowStride];  // by V slot
+    uint8_t code[kRows][80];
+    uint16_t keys[kTile];  // whose V is read, 2^8: plane l; before that two lists of bytes, K's l and b
+    Place place;
+    int live, slots, low;          // V rows read; with the mean row; V's b rows, which are the first
+    int rounds, coded;             // until all of them are multiplied; whether dropped keys have codes
+    alignas(16) int codes[kRows];  // C_b
+    unsigned long long dropped[kRows];
+    unsigned values, bytes;
+    uint64_t barrier;
+  };
+
+  // Gathered, of each warp: V's h and l beside each other, then V's b; before that K's l or b.
+  alignas(128) uint8_t rows[kChunkTiles][(kSlots + kLowSlots) * D];
+  Warp warp[kChunkTiles];
+  uint4 scan[Quads][D / 64][32];    // level 0's query fragments
+  int ubar[kRows][kNarrowThreads];  // sums of C_b ubar_b, of a thread's channel
+  Row row[kRows];
+  Offsets offsets;
+  unsigned long long den[kRows], mass[kRows], value_mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
+  int peak[kRows];
+  int loud;  // whether some row may drop a weight of 2^26 or more
+};
+
+}  // namespace fold::cuda
