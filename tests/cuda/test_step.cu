@@ -16,12 +16,13 @@ struct StepCase {
   int64_t tokens = 1;
   std::vector<int32_t> q_lens;
   std::function<std::vector<int64_t>(const Scene&)> slots;  // or none
+  float v_spread = 1;                                       // of the new values; the cache's is 1
 };
 
 void compare_step(Scene& s, const StepCase& c) {
   const int64_t b = s.requests, t = c.tokens, hk = s.layout.n_kv_heads, h = kGroup * hk, d = s.layout.head_dim;
   auto q = normal(s.random, {b, t, h, d}, 3), k = normal(s.random, {b * t, hk, d}),
-       v = normal(s.random, {b * t, hk, d});
+       v = normal(s.random, {b * t, hk, d}, c.v_spread);
   auto table = s.table(), before = integers(s.before), q_lens = integers(c.q_lens);
   Both<int64_t> slots(DType::i64, {b * t}, c.slots ? c.slots(s) : std::vector<int64_t>());
   auto depth = filled(DType::f32, {1}, 12.0f), sinks = normal(s.random, {h});
@@ -83,6 +84,20 @@ TEST_P(Step, SomeTokensOfSomeRequests) {
 TEST_P(Step, MoreTokensThanABlockHas) {
   Scene s({.n_kv_heads = 1, .head_dim = 64, .page_size = 64, .tail = GetParam()}, {30, 62}, 70);
   compare_step(s, {.tokens = 70, .q_lens = {70, 67}, .slots = {}});
+  // Values that the step itself brings, in blocks that it completes, are the largest.
+  Scene large({.n_kv_heads = 1, .head_dim = 64, .page_size = 64, .tail = GetParam()}, {63, 64}, 130);
+  compare_step(large, {.tokens = 130, .q_lens = {65, 130}, .slots = {}, .v_spread = 300});
+  Scene many({.n_kv_heads = 8, .head_dim = 64, .page_size = 64, .tail = GetParam()}, {0}, 130);
+  compare_step(many, {.tokens = 130, .q_lens = {}, .slots = {}, .v_spread = 1e6});
+}
+
+/// Everything is written before anything is read: the second request's table has the first one's page, whose last key
+/// (of a block) comes with this step.
+TEST_P(Step, RequestsSeeWhatOthersBring) {
+  Scene s({.n_kv_heads = 2, .head_dim = 128, .page_size = 256, .tail = GetParam()}, {63, 64}, 8);
+  for (int64_t i = 0; i < s.batch.width; ++i)
+    s.batch.table[static_cast<size_t>(s.batch.width + i)] = s.batch.table[static_cast<size_t>(i)];
+  compare_step(s, {.tokens = 1, .q_lens = {}, .slots = {}, .v_spread = 30});
 }
 
 TEST_P(Step, SlotsOfTheCallers) {

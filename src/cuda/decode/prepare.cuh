@@ -293,8 +293,8 @@ __device__ inline int scored_key(const Visible& v, const Scored& scored, int i) 
 }
 
 /// Declares a group's references and what else its sums need to know. By `Warps` warps. False: the token sees no key,
-/// keys past the table, or some page that is not in the pool. Beside a kernel that writes the step's tokens, what is
-/// older is asked for before that kernel is waited for.
+/// keys past the table, or some page that is not in the pool. Beside the kernel that writes the step's tokens, what no
+/// request writes is asked for before that kernel is waited for: not keys, since one may see what another brings.
 template <int D, int Warps>
 __device__ bool prepare_group(const Step& step, int index, PrepareShared<D, Warps>& shared) {
   const plan::DecodeParams& p = step.params;
@@ -305,11 +305,9 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D, Warp
   GivenRow<D> given{};
   if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
   RequestLength request;
-  int written = INT_MAX;  // keys from here on are not there before the wait
   if (step.appends) {
     const cache::Brought brought = cache::tokens_brought(step.bringing, batch);
     request = {static_cast<int>(brought.before) + brought.count, brought.count};
-    written = static_cast<int>(brought.before);
   } else {
     request = length_of(p, batch);
   }
@@ -329,28 +327,24 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D, Warp
     physical[j] = v.physical(scored_key(v, scored, number(j)));
     id[j] = page_id(step, batch, physical[j]);
   }
-  ScaleSurvey survey(step, v, batch, kv_head, written);
+  ScaleSurvey survey(step, v, batch, kv_head);
   survey.look_up();
   if (slot < rows) split_query(step, index, given, slot, slot, lane, shared);
+  if (step.appends) {
+    ptx::wait_for_earlier_kernels();
+    ptx::let_next_kernel_start();
+  }
   uint16_t scale[kBatches][2] = {};
-  const auto send_keys = [&](bool are_written) {
 #pragma unroll
-    for (int j = 0; j < 2 * kBatches; ++j) {
-      if (!in_pool(p, id[j]) || (physical[j] < written) != are_written) continue;
-      scale[j / 2][j % 2] = send_key(p, id[j], kv_head, slot_of(step, physical[j]), number(j), lane % 4, shared);
-    }
-  };
-  send_keys(true);
+  for (int j = 0; j < 2 * kBatches; ++j) {
+    if (!in_pool(p, id[j])) continue;
+    scale[j / 2][j % 2] = send_key(p, id[j], kv_head, slot_of(step, physical[j]), number(j), lane % 4, shared);
+  }
   survey.load();
   if (thread == 0) {
     shared.keys = n;
     shared.position = v.position;
     shared.largest_scale = shared.largest_bound = shared.exponents = shared.settled = shared.nan = 0;
-  }
-  if (step.appends) {
-    ptx::wait_for_earlier_kernels();
-    ptx::let_next_kernel_start();
-    send_keys(false);
   }
   survey.add_cut_tiles();
   __syncthreads();

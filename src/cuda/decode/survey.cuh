@@ -37,8 +37,7 @@ class ScaleSurvey {
  public:
   SurveyedScales found;
 
-  /// Of the tiles from key `end` on, each key is looked at by itself: their bounds may not be written yet.
-  __device__ ScaleSurvey(const Step& step, const Visible& v, int batch, int kv_head, int end)
+  __device__ ScaleSurvey(const Step& step, const Visible& v, int batch, int kv_head)
       : step_(step),
         p_(step.params),
         v_(v),
@@ -46,7 +45,7 @@ class ScaleSurvey {
         kv_head_(kv_head),
         settled_end_(v.settled_end()),
         begin_((v.first + kTile - 1) / kTile),
-        end_(min(min(v.position + 1, v.draft), end) / kTile),
+        end_(min(v.position + 1, v.draft) / kTile),
         tile_(begin_ + static_cast<int>(threadIdx.x)) {
     // The first tile, if the window cuts it, is the last warp's, those past the whole ones are the warps' before it.
     const int before = (threads() - static_cast<int>(threadIdx.x) - 1) / 32;
