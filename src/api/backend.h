@@ -1,5 +1,6 @@
 #pragma once
 #include <concepts>
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 
@@ -36,6 +37,9 @@ const plan::Backend& cuda_backend(const Place& place);
 
 /// Checks the workspace of a launch at that place.
 plan::LaunchParams checked_launch(const Launch& launch, const Place& place, int64_t workspace_bytes);
+
+/// Bytes of a part of a workspace, so that the part behind it is aligned as the workspace is.
+constexpr int64_t whole_part(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 /// Throws fold::Error if a launch was refused. operation: its name and shapes; refusal: null, or the reason.
 void require_launched(const std::string& operation, const Place& place, const char* refusal);

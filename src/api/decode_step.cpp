@@ -178,9 +178,9 @@ class Call {
 
  private:
   /// Lengths, or numbers of tokens, in the workspace.
-  int64_t table_bytes() const { return (decode_.batch * int64_t{sizeof(int32_t)} + 255) / 256 * 256; }
+  int64_t table_bytes() const { return api::whole_part(decode_.batch * int64_t{sizeof(int32_t)}); }
 
-  int64_t write_bytes() const { return (backend_->step_write_workspace(write_) + 255) / 256 * 256; }
+  int64_t write_bytes() const { return api::whole_part(backend_->step_write_workspace(write_)); }
 
   plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1], .written = &write_}; }
 

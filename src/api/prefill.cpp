@@ -126,9 +126,8 @@ class Call {
 
   Sections sections() const {
     if (cached_keys() == 0) return {};
-    const auto whole = [](int64_t bytes) { return (bytes + 255) / 256 * 256; };
-    const int64_t starts = whole((batch() + 1) * int64_t{sizeof(int32_t)});
-    const int64_t all = whole(rows() * row() * dtype_size(args_.q.dtype));
+    const int64_t starts = api::whole_part((batch() + 1) * int64_t{sizeof(int32_t)});
+    const int64_t all = api::whole_part(rows() * row() * dtype_size(args_.q.dtype));
     return {.k = starts, .v = starts + all, .attention = starts + 2 * all};
   }
 

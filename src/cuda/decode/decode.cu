@@ -219,8 +219,8 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .per_page = 0,
             .appends = bounds.written != nullptr,
             .bringing = {}};
-  const auto per_page = static_cast<unsigned>(step.tiles_of_page);
-  step.per_page = (0x80000000u + per_page - 1) / per_page;
+  const auto tiles = static_cast<unsigned>(step.tiles_of_page);
+  step.per_page = (0x80000000u + tiles - 1) / tiles;
   if (step.appends) step.bringing = cache::bringing_of(*bounds.written);
   if (step.workspace.groups == 0) return;
   if (params.gates != nullptr) {

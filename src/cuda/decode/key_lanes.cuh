@@ -82,7 +82,7 @@ __device__ void load_words(uint32_t (&words)[N], const void* from) {
 // Level 1 of sixteen keys: lane 4 g + c has a fourth of the channels of keys g and g + 8, and of query row g / 2 its
 // plane a (g even) or b, even channels before odd ones (GroupState).
 
-constexpr uint32_t kNoLow = 0x77777777u;  ///< plane l where it is not read: 16 h + 7.5 is half above
+constexpr uint32_t kNoLow = 0x77777777u;  ///< plane l where it is not read: 16 h + 7.5 is half above low nibble 7
 
 /// Adds the products of a word of the planes. q: the query's even and odd channels.
 __device__ inline void multiply_nibbles(int (&dot)[4], const uint32_t (&h)[2], const uint32_t (&l)[2],

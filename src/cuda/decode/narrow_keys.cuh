@@ -162,9 +162,7 @@ __device__ int NarrowSummer<D, Quads>::level_1(const uint8_t* rows, int first, i
     int dot[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      ptx::mma_u8s8(dot, ptx::join_nibbles(h[0][w], l[0][w] >> 4), ptx::join_nibbles(h[1][w], l[1][w] >> 4),
-                    ptx::join_nibbles(h[0][w] << 4, l[0][w]), ptx::join_nibbles(h[1][w] << 4, l[1][w]), even[w],
-                    odd[w]);
+      multiply_nibbles(dot, {h[0][w], h[1][w]}, {l[0][w], l[1][w]}, {even[w], odd[w]});
     }
 #pragma unroll
     for (int j = 0; j < 2; ++j) {

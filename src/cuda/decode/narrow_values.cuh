@@ -26,8 +26,8 @@ __device__ void NarrowSummer<D, Quads>::gather_values(const Place& place, int ro
     const int l_at = place_of_row<D>(slot, kPieces + piece);
     if ((keys[slot] >> 8 & 1) != 0) {
       ptx::copy_16(to + l_at, v_l + key * kHalf + 16 * piece);
-    } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
-      *reinterpret_cast<uint4*>(rows + l_at) = {0x77777777u, 0x77777777u, 0x77777777u, 0x77777777u};
+    } else {
+      *reinterpret_cast<uint4*>(rows + l_at) = {kNoLow, kNoLow, kNoLow, kNoLow};
     }
   }
   if (low <= 0) return;

@@ -105,9 +105,8 @@ class PlaneSums {
           const int at = sends_ ^ (kPlaneL | 16 * i);
           if (low) {
             ptx::copy_16(to + at, from_l + 16 * i);
-          } else {  // 16 h + 7.5 is half above the value whose low nibble is 7
-            *reinterpret_cast<uint4*>(rows() + buffer * kBlockBytes + at) = {0x77777777u, 0x77777777u, 0x77777777u,
-                                                                             0x77777777u};
+          } else {
+            *reinterpret_cast<uint4*>(rows() + buffer * kBlockBytes + at) = {kNoLow, kNoLow, kNoLow, kNoLow};
           }
         }
       }
