@@ -177,7 +177,7 @@ def main(
     captures: Annotated[list[Path], typer.Argument(help="Decode captures (safetensors: q, k, v).", exists=True)],
     targets: Annotated[Path | None, typer.Option(help="JSON with measured errors to stay under.", exists=True)] = None,
     output: Annotated[Path | None, typer.Option(help="Write the table here, as src/numerics/gates.inc.")] = None,
-    every: Annotated[int, typer.Option(help="Use every n-th decode step.", min=1)] = 8,
+    every: Annotated[int, typer.Option(help="Use every n-th decode step.", min=1)] = 1,
     held_out: Annotated[bool, typer.Option(help="Judge each capture with gates fitted on the others.")] = False,
 ) -> None:
     """Fit the gates on captures and print what they read and what they cost."""
