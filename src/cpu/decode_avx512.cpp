@@ -36,7 +36,7 @@ struct Avx512Ops : GenericOps<D> {
   /// 16 keys stand in the 16 lanes of a register: rows are transposed into words of 4 bytes, once for all the query
   /// rows, and a query word is broadcast to meet the four registers of the tile. Odd channels first, the low nibbles;
   /// even ones stay in the high nibbles, 16 times their codes.
-  static void scan(const uint8_t* h, const uint8_t* next, const Query& q, int rows, int32_t* d0) {
+  static void scan(const uint8_t* h, const Coming& coming, const Query& q, int rows, int32_t* d0) {
     constexpr int kWords = kHalf / 4;
     __m512i words[kWords][4];  // [w][g] lane i: bytes 4w..4w+3 of key 16 g + i
     for (int g = 0; g < 4; ++g) {
@@ -48,10 +48,10 @@ struct Avx512Ops : GenericOps<D> {
 #pragma GCC unroll 16
       for (int i = 0; i < 4 * R; ++i) sum[i / 4][i % 4] = _mm512_setzero_si512();
       const int8_t* const even = &q.a_split[static_cast<size_t>(first) * D];
-      add_products(words, _mm512_set1_epi8(15), even + kHalf, next, sum);
+      add_products(words, _mm512_set1_epi8(15), even + kHalf, coming, 0, sum);
 #pragma GCC unroll 16
       for (int i = 0; i < 4 * R; ++i) sum[i / 4][i % 4] = _mm512_slli_epi32(sum[i / 4][i % 4], 4);
-      add_products(words, _mm512_set1_epi8(static_cast<char>(0xF0)), even, next + kTile * kHalf / 2, sum);
+      add_products(words, _mm512_set1_epi8(static_cast<char>(0xF0)), even, coming, kTile * kHalf / 2, sum);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {  // codes times 32 are 241 above 32 h + 15
         const __m512i offset = _mm512_set1_epi32(241 * q.sum_a[first + r]);
@@ -64,14 +64,14 @@ struct Avx512Ops : GenericOps<D> {
     });
   }
 
-  /// Adds the products of the words' bits in `mask` with R query rows, D apart. Sends for half a tile at `next`, spread
-  /// out, as a core takes only a few lines at a time.
+  /// Adds the products of the words' bits in `mask` with R query rows, D apart. Sends for half a tile, from byte `at`
+  /// on.
   template <int R>
-  static void add_products(const __m512i (*words)[4], __m512i mask, const int8_t* query, const uint8_t* next,
-                           __m512i (&sum)[R][4]) {
+  static void add_products(const __m512i (*words)[4], __m512i mask, const int8_t* query, const Coming& coming,
+                           int64_t at, __m512i (&sum)[R][4]) {
     for (int w = 0; w < kHalf / 4; ++w) {
-      __builtin_prefetch(next + 128 * w);
-      __builtin_prefetch(next + 128 * w + 64);
+      coming.send(at + 128 * w);
+      coming.send(at + 128 * w + 64);
       __m512i codes[4];
 #pragma GCC unroll 4
       for (int g = 0; g < 4; ++g) codes[g] = _mm512_and_si512(words[w][g], mask);

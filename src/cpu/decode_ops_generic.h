@@ -29,14 +29,14 @@ struct GenericOps {
     for (int i = 0; i < D; ++i) out[i] = static_cast<int8_t>(row.bytes[i] - 128);
   }
 
-  /// D0 of a tile's 64 keys; sends for the tile that is scanned next. h, next: (64, D/2) plane rows; d0: (G, 64).
-  static void scan(const uint8_t* h, const uint8_t* next, const Query& q, int rows, int32_t* d0) {
+  /// D0 of a tile's 64 keys. h: (64, D/2) plane rows; d0: (G, 64).
+  static void scan(const uint8_t* h, const Coming& coming, const Query& q, int rows, int32_t* d0) {
     int32_t products[kQuadProducts];
     for (int k = 0; k < kTile; k += 4) {
       SplitRow keys[4];
       for (int i = 0; i < 4; ++i) {
         keys[i] = {h + (k + i) * kHalf, kHalfPlane.bytes};
-        __builtin_prefetch(next + (k + i) * kHalf);
+        coming.send((k + i) * kHalf);
       }
       dots<false>(keys, q.a_split.data(), nullptr, q.sum_a, rows, products);
       for (int i = 0; i < 4 * rows; ++i)

@@ -28,6 +28,16 @@ FOLD_PREFETCH prefetch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + at);
 }
 
+/// What a scan sends for in the course of its products, as a core takes only a few lines at a time: the tile scanned
+/// next into the cache next to the core, and one a chunk later into the one behind it. Planes h, (64, D/2) each.
+struct Coming {
+  FOLD_PREFETCH send(int64_t at) const {
+    __builtin_prefetch(next + at, 0, 3);
+    __builtin_prefetch(later + at, 0, 2);
+  }
+  const uint8_t *next, *later;
+};
+
 /// Plane l of a key of which only h is read: 16 h + 7.5 is half above the value whose low nibble is 7.
 struct HalfPlane {
   alignas(64) uint8_t bytes[numerics::kMaxHeadDim / 2];

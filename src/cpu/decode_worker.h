@@ -66,7 +66,7 @@ class RangeWorker {
       if (Chunk* c = stage(1)) {
         for (int i = 0; i < tiles_; ++i) {
           const Tile* const then = i + 1 < tiles_ ? &c->tile[i + 1] : next != nullptr ? next->tile : nullptr;
-          scan(*c, i, then);
+          scan(*c, i, then, next != nullptr && tiles_ > 1 ? &next->tile[i] : nullptr);
         }
         list_deep(*c);
       }
@@ -75,8 +75,10 @@ class RangeWorker {
       fetch(next, 1);
       if (Chunk* c = stage(3)) {
         refine_further(*c);
-        for (int i = 0; i < tiles_; ++i) weigh(*c, i);
-        fetch_values(*c);
+        for (int i = 0; i < tiles_; ++i) {
+          weigh(*c, i);
+          fetch_values(c->tile[i]);
+        }
       }
       fetch(next, 2);
       if (Chunk* c = stage(4)) accumulate(*c);
@@ -89,9 +91,8 @@ class RangeWorker {
   static constexpr int D = Ops::kDim, kHalf = D / 2;
   static constexpr int kChunksInFlight = 5;
 
-  /// Where a chunk's tiles are, from `begin` on as far as they are below `end`. Sends for a line of every page of
-  /// memory that they are likely to be read from, all tiles' in a row: finding a page takes longer than what is done
-  /// with a tile's rows, and a core looks for several at once.
+  /// Where a chunk's tiles are, from `begin` on as far as they are below `end`. Sends for the first of their keys' rows
+  /// and for their scales, all tiles' in a row.
   void locate(Chunk& c, int64_t begin, int64_t end) {
     for (int i = 0; i < tiles_; ++i) {
       Tile& t = c.tile[i];
@@ -109,9 +110,6 @@ class RangeWorker {
       if (t.visible == 0) continue;
       const int64_t block = t.slot / kTile;
       prefetch(t.page.k_h + t.slot * kHalf, 1);
-      if (layout_.k_bits > 4) prefetch(t.page.k_l + t.slot * kHalf, 1);
-      prefetch(t.page.v_h + t.slot * kHalf, 1);
-      prefetch(t.page.v_scale + t.slot, 1);
       prefetch(t.page.k_scale + t.slot, kTile * sizeof(uint16_t));
       prefetch(t.page.bound + block, sizeof(uint16_t));
       if (layout_.tail) prefetch(t.page.mean_scale + block, sizeof(uint16_t));
@@ -125,15 +123,18 @@ class RangeWorker {
     prefetch(c->tile[0].page.v_h + c->tile[0].slot * kHalf + quarter * kPart, kPart);
   }
 
-  /// Level 0 of every key of tile i, and k_l, the keys read deeper (section 6, steps 1 and 2). next: the tile after it,
-  /// if there is one.
-  void scan(Chunk& c, int i, const Tile* next) {
+  /// Level 0 of every key of tile i, and k_l, the keys read deeper (section 6, steps 1 and 2). next, later: the tile
+  /// after it and the one a chunk later, if there are.
+  void scan(Chunk& c, int i, const Tile* next, const Tile* later) {
     Tile& t = c.tile[i];
     if (t.visible == 0) return;
     float* const key_scale = c.key_scale + i * kTile;
     Ops::scales(t.page.k_scale + t.slot, key_scale);
-    const Tile& then = next != nullptr && next->visible != 0 ? *next : t;
-    Ops::scan(t.page.k_h + t.slot * kHalf, then.page.k_h + then.slot * kHalf, g_->query, rows_, dot_[0]);
+    const auto plane_of = [&](const Tile* tile) {  // of one that is there
+      const Tile& sent = tile != nullptr && tile->visible != 0 ? *tile : t;
+      return sent.page.k_h + sent.slot * kHalf;
+    };
+    Ops::scan(plane_of(&t), {plane_of(next), plane_of(later)}, g_->query, rows_, dot_[0]);
     const uint64_t wanted = Ops::level_0(dot_[0], rows_, level_0_, key_scale, &c.x[i * kTile]);
     if (layout_.k_bits == 4) return;
     t.k_l = (wanted | t.always) & t.visible;
@@ -239,19 +240,13 @@ class RangeWorker {
                    (g_->settled(t.tile) ? 2 : 0);  // the block's bound
   }
 
-  /// Sends for the values of a chunk, all tiles' in a row.
-  FOLD_PREFETCH fetch_values(const Chunk& c) const {
-    for (int i = 0; i < tiles_; ++i) {
-      const Tile& t = c.tile[i];
-      if (t.v_h == 0) continue;
-      if (!every_value_) prefetch_rows(t.page.v_h + t.slot * kHalf, t.v_h, kHalf);
-      prefetch(t.page.v_scale + t.slot, kTile * sizeof(uint16_t));
-    }
-    for (int i = 0; i < tiles_; ++i) {
-      const Tile& t = c.tile[i];
-      if (t.v_l != 0) prefetch_rows(t.page.v_l + t.slot * kHalf, t.v_l, kHalf);
-      if (t.v_b != 0) prefetch_rows(t.page.v_b + t.slot * D, t.v_b, D);
-    }
+  /// Sends for the values of a tile that are read.
+  FOLD_PREFETCH fetch_values(const Tile& t) const {
+    if (t.v_h == 0) return;
+    prefetch(t.page.v_scale + t.slot, kTile * sizeof(uint16_t));
+    if (!every_value_) prefetch_rows(t.page.v_h + t.slot * kHalf, t.v_h, kHalf);
+    if (t.v_l != 0) prefetch_rows(t.page.v_l + t.slot * kHalf, t.v_l, kHalf);
+    if (t.v_b != 0) prefetch_rows(t.page.v_b + t.slot * D, t.v_b, D);
   }
 
   /// Dropped keys: their mass, and with the tail model what stands in for their V (their block is settled): its mean V
