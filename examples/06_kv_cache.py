@@ -30,7 +30,7 @@ def error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 # One request of at most 4096 keys. Pages are 256 keys; memory is committed as they are filled.
-cache = FoldKVCache(batch=1, n_heads=HEADS, n_kv_heads=KV_HEADS, head_dim=DIM, max_len=4096)
+cache = FoldKVCache(batch=1, n_heads=HEADS, n_kv_heads=KV_HEADS, head_dim=DIM, max_len=4096, device="cpu")
 out = cache.prefill(q[None, :PROMPT], k[None, :PROMPT], v[None, :PROMPT])  # (1, PROMPT, HEADS, DIM)
 print(
     f"prefill: {cache.lengths[0]} keys, {cache.num_pages - cache.free_pages} pages, last row's error "
@@ -66,7 +66,7 @@ print("1, 2 or 7 splits: the same bits")
 # What is cached can be smaller: bits=(K, V) keeps fewer planes of each row, so that every reading is coarser.
 errors = []
 for bits in (16, (16, 8), 8, 4):
-    small = FoldKVCache(1, HEADS, KV_HEADS, DIM, 4096, bits=bits)
+    small = FoldKVCache(1, HEADS, KV_HEADS, DIM, 4096, bits=bits, device="cpu")
     small.append(k[None], v[None])
     errors.append(error(small.attend(row, out_dtype=torch.float32)[0], reference))
     size = small.storage.shape[1] / (256 * KV_HEADS * DIM * 4)  # a page of 256 keys

@@ -17,7 +17,7 @@ v = torch.randn(PROMPT + DRAFT, KV_HEADS, DIM, dtype=torch.bfloat16)
 
 def new_cache() -> FoldKVCache:
     """One request that holds the prompt."""
-    cache = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12)
+    cache = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12, device="cpu")
     cache.append(k[None, :PROMPT], v[None, :PROMPT])
     return cache
 
@@ -53,7 +53,7 @@ assert torch.equal(tree[:, 4], last)
 print("a tree of drafts: each node as at the end of its own path")
 
 # A prefix shared by three requests is stored once: forks share pages, and copy the last one when they write to it.
-cache = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12, num_pages=16)
+cache = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12, num_pages=16, device="cpu")
 cache.append(k[None, :PROMPT], v[None, :PROMPT])
 alone = cache.num_pages - cache.free_pages
 children = [cache.fork(cache.requests[0]), cache.fork(cache.requests[0])]
@@ -63,7 +63,7 @@ assert cache.num_pages - cache.free_pages == alone + len(children)
 assert all(torch.equal(row, one_by_one[0, 0]) for row in shared)
 
 # A prompt in uneven chunks leaves the same bytes.
-chunked = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12)
+chunked = FoldKVCache(1, HEADS, KV_HEADS, DIM, max_len=2048, depth=12, device="cpu")
 for start, stop in ((0, 1), (1, 700), (700, PROMPT)):
     chunked.append(k[None, start:stop], v[None, start:stop])
 assert torch.equal(chunked.storage, new_cache().storage)

@@ -29,7 +29,8 @@ struct KVCacheOptions {
   int device_index = 0;
 };
 
-/// A pool of pages and the requests that live in it. On the CPU memory is committed as pages are first written.
+/// A pool of pages and the requests that live in it. On the CPU memory is committed as pages are first written, in
+/// a large pool up to 2 MB at a time.
 ///
 /// `ids` names the requests of a call, in order; without it a call takes all of them, in the order of their addition.
 /// B = number of requests of the call, T = query tokens each, H = n_heads, HK = n_kv_heads, D = head_dim. In `call`,

@@ -71,6 +71,8 @@ class FOLD_API TensorFileWriter {
   void commit();
 
  private:
+  void discard();  ///< what has been written, if it is not in place
+
   std::string path_, temporary_;
   std::ofstream stream_;
   int64_t expected_ = 0, written_ = 0;

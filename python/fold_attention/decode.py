@@ -284,6 +284,16 @@ def require_depth(depth: object) -> None:
         raise bad_value("depth", depth, "allowed: None or a finite number (float32)")
 
 
+def require_scale(scale: object) -> None:
+    """None or a number other than 0; the library sees to it that it is finite."""
+    if scale is None:
+        return
+    if not isinstance(scale, (int, float)):
+        raise bad_type("softmax_scale", type(scale).__name__, "allowed: None or a number")
+    if scale == 0:
+        raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
+
+
 def _query(q: Tensor) -> Tensor:
     """q as (B, T, H, D)."""
     _require_query(q)
@@ -367,14 +377,11 @@ def _ancestors(parents: Tensor, t: int) -> Tensor:
 
 
 def _scale(softmax_scale: float | None, cache: "FoldKVCache") -> float:
-    scale = cache.softmax_scale if softmax_scale is None else softmax_scale
-    if scale is None:
-        return 0.0  # the library's word for 1 / sqrt(head_dim)
-    if not isinstance(scale, (int, float)):
-        raise bad_type("softmax_scale", type(scale).__name__, "allowed: None or a number")
-    if scale == 0:
-        raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
-    return float(scale)
+    if softmax_scale is None:
+        softmax_scale = cache.softmax_scale
+    else:
+        require_scale(softmax_scale)
+    return 0.0 if softmax_scale is None else float(softmax_scale)  # 0: the library's word for 1 / sqrt(head_dim)
 
 
 def _sinks(sinks: Tensor | None, cache: "FoldKVCache") -> Tensor | None:

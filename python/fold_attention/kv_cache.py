@@ -16,6 +16,7 @@ from fold_attention.decode import (
     fold_attn_with_kvcache,
     require_depth,
     require_device,
+    require_scale,
     require_tensor,
     window_left,
 )
@@ -87,6 +88,7 @@ class FoldKVCache:
             raise bad_value("bits", bits, "allowed: 16, 8 or 4, or a pair for K and V")
         k_bits, v_bits = pair[0], min(pair[1], 8) if v8 else pair[1]
         require_depth(depth)
+        require_scale(softmax_scale)
         if sinks is not None:
             require_tensor("sinks", sinks)
             sinks = sinks.detach().to(self.device, torch.float32).contiguous()

@@ -26,14 +26,15 @@ def _cuda_runs() -> bool:
 
 
 def page_pool(pages: int, page_bytes: int, device: torch.device) -> Tensor:
-    """(pages, page_bytes) uint8. On the CPU memory is committed where it is first touched."""
-    if device.type != "cpu":
-        return torch.zeros((pages, page_bytes), dtype=torch.uint8, device=device)
+    """(pages, page_bytes) uint8. On the CPU memory is committed where it is first touched, large pools in pieces of up
+    to 2 MB: numpy asks for large pages."""
     alignment = 128
     try:
+        if device.type != "cpu":
+            return torch.zeros((pages, page_bytes), dtype=torch.uint8, device=device)
         memory = np.zeros(pages * page_bytes + alignment, dtype=np.uint8)
-    except MemoryError:
-        raise bad_value("num_pages", pages, f"memory for that many pages of {page_bytes} bytes") from None
+    except (MemoryError, torch.OutOfMemoryError):
+        raise bad_value("num_pages", pages, f"memory for that many pages of {page_bytes} bytes on {device}") from None
     start = -memory.ctypes.data % alignment
     return torch.from_numpy(memory)[start : start + pages * page_bytes].view(pages, page_bytes)
 

@@ -34,7 +34,7 @@ void prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] int64_t 
 #endif
 }
 
-/// Committed by the system where it is first touched.
+/// Committed by the system where it is first touched, large pools in pieces of up to 2 MB.
 class HostMemory final : public CacheMemory {
  public:
   HostMemory(int64_t pages, int64_t page_bytes)

@@ -33,6 +33,9 @@ void check_shapes(const StepArgs& args) {
   const DecodeArgs& d = args.decode;
   require_tensor("q", d.q, 4, api::kFloatTypes);
   const int64_t batch = d.q.shape[0], tokens = d.q.shape[1];
+  if (batch * tokens > std::numeric_limits<int32_t>::max()) {
+    fail_value("q.shape", api::shape_text(d.q), "fewer than 2^31 tokens");
+  }
   require_tensor("k", args.k, 3, api::kFloatTypes);
   require_size("k", args.k, 0, batch * tokens, "batch * tokens of q");
   require_tensor("block_table", d.block_table, 2, {DType::i32});
@@ -60,6 +63,7 @@ Step plan_step(const StepArgs& args) {
   step.cu_seqlens.push_back(0);
   for (int64_t b = 0; b < batch; ++b) {
     const int32_t before = d.seqlens.as<const int32_t>()[b];
+    if (before < 0) fail_value("seqlens[" + std::to_string(b) + "]", std::to_string(before), "at least 0");
     const int32_t* table = d.block_table.as<const int32_t>() + b * d.block_table.strides[0];
     int64_t n = d.q_lens.defined() ? d.q_lens.as<const int32_t>()[b] : tokens;
     if (n < 0 || n > tokens) {
@@ -188,9 +192,6 @@ class Call {
     const DecodeArgs& d = args_.decode;
     decode_ = api::device_decode(cache_, d);
     const int64_t tokens = decode_.batch * decode_.tokens;
-    if (tokens > std::numeric_limits<int32_t>::max()) {
-      fail_value("k.shape", api::shape_text(args_.k), "fewer than 2^31 tokens");
-    }
     plan::CacheWriteParams& w = write_.write;
     w.cache = decode_.cache;
     api::set_rows(w, args_.k, args_.v, tokens);

@@ -106,15 +106,19 @@ TensorFileWriter::TensorFileWriter(const std::string& path, std::vector<TensorEn
   stream_.open(temporary_, std::ios::binary | std::ios::trunc);
   stream_.write(reinterpret_cast<const char*>(&length), kLengthBytes);
   stream_.write(text.data(), static_cast<std::streamsize>(length));
-  if (!stream_) fail_value("path", path, "a place that can be written");
+  if (!stream_) {
+    discard();
+    fail_value("path", path, "a place that can be written");
+  }
 }
 
-TensorFileWriter::~TensorFileWriter() {
-  if (stream_.is_open()) {
-    stream_.close();
-    std::error_code ignored;
-    std::filesystem::remove(temporary_, ignored);
-  }
+TensorFileWriter::~TensorFileWriter() { discard(); }
+
+void TensorFileWriter::discard() {
+  if (!stream_.is_open()) return;
+  stream_.close();
+  std::error_code ignored;
+  std::filesystem::remove(temporary_, ignored);
 }
 
 void TensorFileWriter::append(const void* bytes, int64_t count) {

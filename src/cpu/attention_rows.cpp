@@ -8,6 +8,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/convert.h"
+#include "cpu/parallel.h"
 #include "numerics/int_grid.h"
 
 namespace fold::cpu {
@@ -57,15 +58,13 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   norms.k.resize(static_cast<size_t>(p.kv_heads * p.total_q));
   norms.v.resize(norms.k.size());
   const int threads = threads_for(all.size() * static_cast<size_t>(p.kv_heads));
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
-  for (size_t i = 0; i < all.size(); ++i) {
-    for (int64_t head = 0; head < p.kv_heads; ++head) {
-      const Sequence& s = all[i];
-      const int64_t from = head * p.total_k + s.k_global, to = head * p.total_q + s.q_global;
-      sliding_max(p, s, k_norm.data() + from, norms.k.data() + to);
-      sliding_max(p, s, v_norm.data() + from, norms.v.data() + to);
-    }
-  }
+  parallel_for(static_cast<int64_t>(all.size()) * p.kv_heads, threads, [&](int64_t i) {
+    const Sequence& s = all[static_cast<size_t>(i / p.kv_heads)];
+    const int64_t head = i % p.kv_heads;
+    const int64_t from = head * p.total_k + s.k_global, to = head * p.total_q + s.q_global;
+    sliding_max(p, s, k_norm.data() + from, norms.k.data() + to);
+    sliding_max(p, s, v_norm.data() + from, norms.v.data() + to);
+  });
   return norms;
 }
 

@@ -10,6 +10,7 @@
 
 #include "cpu/convert.h"
 #include "cpu/decode_reference.h"
+#include "cpu/parallel.h"
 #include "numerics/partial_row.h"
 #include "numerics/reference.h"
 #include "plan/decode_plan.h"
@@ -68,20 +69,19 @@ int64_t visible_within(const Group& g, int64_t begin, int64_t end) {
 void sum_groups(const std::vector<Group*>& groups, int64_t splits, const DecodeKernels& kernels) {
   std::vector<std::mutex> locks(groups.size());
   const int64_t items = static_cast<int64_t>(groups.size()) * splits;
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t item = 0; item < items; ++item) {
+  parallel_for(items, [&](int64_t item) {
     Group& g = *groups[item / splits];
     const DecodeParams& p = *g.params;
     const int64_t first = std::max(g.first, p.key_begin) / kTile;
     const int64_t last = std::min(g.tiles(), p.key_end / kTile + (p.key_end % kTile != 0 ? 1 : 0));
     const int64_t split = item % splits, tiles = std::max<int64_t>(0, last - first);
     const int64_t begin = first + tiles * split / splits, end = first + tiles * (split + 1) / splits;
-    if (begin >= end) continue;
+    if (begin >= end) return;
     RangeSums sums;
     kernels.sum_range(g, begin, end, sums);
     const std::lock_guard<std::mutex> lock(locks[item / splits]);
     merge(g, sums);
-  }
+  });
 }
 
 int64_t most_tiles(const DecodeParams& p) {
@@ -187,13 +187,12 @@ void decode(const DecodeParams& p) {
   for (int64_t start = 0; start < count; start += plan.wave) {
     const int64_t size = std::min(plan.wave, count - start);
     std::vector<char> seen(static_cast<size_t>(size));
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < size; ++i) {
+    parallel_for(size, [&](int64_t i) {
       const int64_t index = start + i;
       Group& g = groups[i];
       seen[i] = prepare_group(g, p, index / (p.tokens * kv_heads), index / kv_heads % p.tokens, index % kv_heads);
       if (seen[i]) sample_reference(g, kernels);
-    }
+    });
     std::vector<Group*> live;
     for (int64_t i = 0; i < size; ++i) {
       if (seen[i]) live.push_back(&groups[i]);

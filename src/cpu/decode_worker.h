@@ -328,15 +328,15 @@ class RangeWorker {
     values_.drain(int64_t{1} << 16, Ops::split_channel, num);
     low_values_.drain(int64_t{1} << 8, in_order, num);
     means_.drain(int64_t{1} << 16, in_order, num);
-    constexpr int64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
+    constexpr uint64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
     for (int r = 0; r < rows_; ++r) {
       const typename Ops::ReadSums& read = read_[r];
       out_->dropped[r] += dropped_[r].total();
       out_->den[r] = out_->dropped[r] + read.den();
       out_->mass[r] += read.mass();
       out_->peak[r] = read.peak();
-      const int64_t half = read.half();
-      for (int c = 0; c < D; ++c) num[r * D + c] += kAbove * half;
+      const uint64_t above = kAbove * static_cast<uint64_t>(read.half());  // may wrap where the reference does not hold
+      for (int c = 0; c < D; ++c) num[r * D + c] = static_cast<int64_t>(static_cast<uint64_t>(num[r * D + c]) + above);
     }
     if (!correct_) return;
     for (int r = 0; r < rows_; ++r) std::fill_n(&code_sum_[r * D], D, -128 * code_mass_[r]);
@@ -360,7 +360,7 @@ class RangeWorker {
       const double scale = static_cast<double>(page.fit_scale[direction]) * unit;
       for (int c = 0; c < D; ++c) {
         double phi = std::rint(out[c] * scale);
-        if (std::abs(phi) > 2147483647.0) phi = 0;
+        if (!(std::abs(phi) <= 2147483647.0)) phi = 0;  // a damaged fit may be NaN
         num[c] += static_cast<uint64_t>(t) * static_cast<uint64_t>(static_cast<int64_t>(phi));
       }
     }

@@ -10,6 +10,7 @@
 
 #include "cpu/isa.h"
 #include "fold/decode.h"
+#include "plan/cache_access.h"
 
 namespace {
 
@@ -143,6 +144,27 @@ TEST(Decode, SplitsAndThreadsChangeNoBit) {
     }
   }
   omp_set_num_threads(threads);
+}
+
+/// A damaged file, or pages of a caller's own, may hold any float there.
+TEST(Decode, DirectionsOfTheTailThatAreNotNumbersCountAsZero) {
+  Problem problem({.n_kv_heads = 1, .head_dim = 64}, 2, 1500);
+  problem.depth = 8;
+  const fold::DecodeArgs args = problem.args();
+  const CacheStorage cache = problem.storage();
+  const fold::plan::CacheView view{problem.bytes.data(), cache.storage.shape[1], problem.pages, problem.layout,
+                                   fold::page_sections(problem.layout)};
+  const int64_t mark = fold::plan::last_mark(problem.keys - 64), page_size = problem.layout.page_size;
+  const auto page = fold::plan::head_page(view, problem.table[(mark - 1) / page_size], 0);
+  float* const scale = page.fit_scale + fold::plan::fit_slot(mark, page_size) * fold::numerics::kRank;
+  const std::vector<float> whole = problem.decode(args);
+  scale[0] = scale[3] = 0;
+  const std::vector<float> expected = problem.decode(args);
+  EXPECT_FALSE(same(whole, expected)) << "no key was dropped";
+  for (const float wrong : {NAN, INFINITY, -INFINITY}) {
+    scale[0] = scale[3] = wrong;
+    EXPECT_TRUE(same(expected, problem.decode(args))) << wrong;
+  }
 }
 
 TEST(Decode, DenseErrorIsFarBelowBf16s) {

@@ -8,6 +8,7 @@ import torch
 from cache_testing import assert_unchanged, layer, snapshot, starts
 
 from fold_attention import FoldKVCache, add_partials, finish, fold_attn_with_kvcache, partial_attention
+from fold_attention.placement import page_pool
 
 
 def make(**options):
@@ -319,6 +320,16 @@ PAGES: dict[str, Any] = {
         "keys of request 0=193; block_table has room for 192",
     ),
     "lengths negative": ({"cache_seqlens": LENGTHS - 72}, ValueError, "seqlens[1]=-"),
+    "lengths negative by the tokens": (
+        {"cache_seqlens": torch.tensor([-1, 70], dtype=I32)},
+        ValueError,
+        "seqlens[0]=-1",
+    ),
+    "lengths negative, no pages": (
+        {"cache_seqlens": torch.tensor([-1, -1], dtype=I32), "block_table": TABLE[:, :0]},
+        ValueError,
+        "seqlens[0]=-1; at least 0",
+    ),
     "lengths dtype": ({"cache_seqlens": LENGTHS.long()}, TypeError, "seqlens.dtype=int64; supported: int32"),
     "lengths batch": ({"cache_seqlens": LENGTHS[:1]}, ValueError, "seqlens.shape=(1); dimension 0 must be 2"),
     "slot elsewhere": ({"slot_mapping": torch.tensor([130, 263])}, ValueError, "slot_mapping[1]=263; block_table puts"),
@@ -378,6 +389,13 @@ CONSTRUCTIONS: dict[str, Any] = {
     "depth inf": ((2, 4, 2, 64, 100, float("inf")), {}, ValueError, "depth=inf; allowed: None or a finite number"),
     "depth flag": ((2, 4, 2, 64, 100, True), {}, TypeError, "depth=bool; allowed"),
     "scale": ((2, 4, 2, 64, 100), {"softmax_scale": float("inf")}, ValueError, "softmax_scale=inf; a finite number"),
+    "scale 0": ((2, 4, 2, 64, 100), {"softmax_scale": 0}, ValueError, "softmax_scale=0; allowed: None or a finite"),
+    "scale text": (
+        (2, 4, 2, 64, 100),
+        {"softmax_scale": "1"},
+        TypeError,
+        "softmax_scale=str; allowed: None or a number",
+    ),
     "sinks": ((2, 4, 2, 64, 100), {"sinks": torch.zeros(5)}, ValueError, "sinks=5 numbers; 4, one per head"),
     "sinks rank": ((2, 4, 2, 64, 100), {"sinks": torch.zeros(4, 1)}, ValueError, "sinks.ndim=2; allowed: 1"),
     "window": ((2, 4, 2, 64, 100), {"window_size": (-3, 0)}, ValueError, "window_left=-3; -1 (all keys) or more"),
@@ -394,6 +412,15 @@ def test_refused_constructions(kind):
     arguments, options, error, message = CONSTRUCTIONS[kind]
     with pytest.raises(error, match=re.escape(message)):
         FoldKVCache(*arguments, **options)
+
+
+def test_a_gpu_without_room_for_the_pool(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ValueError, match=re.escape("num_pages=7; memory for that many pages of 100 bytes on cuda:0")):
+        page_pool(7, 100, torch.device("cuda", 0))
 
 
 def test_partials_that_do_not_belong_together():
