@@ -56,4 +56,6 @@ for shift in (-300, 300):
     out, t = attention(mass)
     assert 0.5 <= t < 2
     assert error(out) < SOME_ROUNDINGS
-print("a row whose t is outside [1/4, 64) is computed again, from what t says")
+print(
+    "a row whose t is outside [1/4, 64), or [1/2, 64) if it spreads over many keys, is computed again, from what t says"
+)

@@ -99,7 +99,7 @@ def fold_attn_with_kvcache(
     Raises:
         ValueError, TypeError: for what cannot be honoured, as *what=got; allowed*, before anything is written.
     """
-    _require_query(q)
+    _require_query(q, cache)
     batch, tokens = q.shape[0], q.shape[1] if q.ndim == 4 else 1
     table = _one_of(block_table, page_table)
     if not cache.storage.is_cuda:  # where it is, the library says so, and here time matters
@@ -183,7 +183,7 @@ def partial_attention(
     Other arguments as in `fold_attn_with_kvcache`; q (batch, n_heads, head_dim)
     counts as one token.
     """
-    query = _query(q)
+    query = _query(q, cache)
     b, t, h, d = query.shape
     require_device(
         cache,
@@ -285,26 +285,28 @@ def require_depth(depth: object) -> None:
 
 
 def require_scale(scale: object) -> None:
-    """None or a number other than 0; the library sees to it that it is finite."""
+    """None or a finite number other than 0."""
     if scale is None:
         return
     if not isinstance(scale, (int, float)):
         raise bad_type("softmax_scale", type(scale).__name__, "allowed: None or a number")
-    if scale == 0:
-        raise bad_value("softmax_scale", scale, "allowed: None or a finite number other than 0")
+    if scale == 0 or not abs(scale) <= torch.finfo(torch.float32).max:
+        raise bad_value("softmax_scale", scale, "allowed: None or a finite number (float32) other than 0")
 
 
-def _query(q: Tensor) -> Tensor:
+def _query(q: Tensor, cache: "FoldKVCache") -> Tensor:
     """q as (B, T, H, D)."""
-    _require_query(q)
+    _require_query(q, cache)
     return q if q.ndim == 4 else q.unsqueeze(1)
 
 
-def _require_query(q: Tensor) -> None:
+def _require_query(q: Tensor, cache: "FoldKVCache") -> None:
     require_tensor("q", q)
     if q.ndim not in (3, 4):
         allowed = "allowed: 3, (batch, n_heads, head_dim), or 4, with a token axis after batch"
         raise bad_value("q.ndim", q.ndim, allowed)
+    if q.shape[-2] != cache.n_heads:
+        raise bad_value("q.shape", tuple(q.shape), f"allowed: {cache.n_heads} heads, as the cache's n_heads")
 
 
 def _new_rows(name: str, rows: Tensor, b: int, t: int) -> Tensor:
@@ -342,6 +344,8 @@ def _depth(depth: Depth, cache: "FoldKVCache", q: Tensor) -> Tensor | None:
     if isinstance(depth, str) and depth == "cache":
         depth = cache.depth
     elif isinstance(depth, Tensor):
+        if depth.dtype == torch.bool or depth.is_complex():
+            raise bad_type("depth.dtype", depth.dtype, "allowed: floating-point or integer")
         # Rows are (B, H) for a query without token axis.
         return depth.unsqueeze(1).float() if q.ndim == 3 and depth.ndim == 2 else depth.float()
     if depth is None:

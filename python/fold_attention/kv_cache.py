@@ -82,10 +82,18 @@ class FoldKVCache:
             dtype: dtype of outputs where a call does not say; None: that of q.
         """
         self.device = chosen_device(device)
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise bad_type("dtype", dtype, "allowed: None, torch.float32, torch.bfloat16 or torch.float16")
         self.dtype = dtype
-        pair = (bits, bits) if isinstance(bits, int) else tuple(bits)
+        batch, max_len, page_size = whole("batch", batch), whole("max_len", max_len), whole("page_size", page_size)
+        n_heads, n_kv_heads = whole("n_heads", n_heads), whole("n_kv_heads", n_kv_heads)
+        head_dim = whole("head_dim", head_dim)
+        pair = tuple(bits) if isinstance(bits, (tuple, list)) else (bits, bits)
         if len(pair) != 2:
             raise bad_value("bits", bits, "allowed: 16, 8 or 4, or a pair for K and V")
+        pair = (whole("bits", pair[0]), whole("bits", pair[1]))
+        if not isinstance(tail, int):
+            raise bad_type("tail", type(tail).__name__, "allowed: True or False")
         k_bits, v_bits = pair[0], min(pair[1], 8) if v8 else pair[1]
         require_depth(depth)
         require_scale(softmax_scale)
@@ -99,7 +107,7 @@ class FoldKVCache:
         self.depth, self.softmax_scale, self.sinks = depth, softmax_scale, sinks
         self.window_left = window_left(window_size)
         self.layout = [n_kv_heads, head_dim, page_size, k_bits, v_bits, int(tail)]
-        if num_pages is not None and num_pages < 1:
+        if num_pages is not None and whole("num_pages", num_pages) < 1:
             raise bad_value("num_pages", num_pages, "allowed: None or at least 1")
         self.num_pages = int(lib.cache_check_options(self.layout, *self._options(batch, num_pages or 0)))
         self.storage = page_pool(self.num_pages, lib.page_bytes(self.layout), self.device)
@@ -275,7 +283,8 @@ class FoldKVCache:
     ) -> "FoldKVCache":
         """A cache as it was saved. Its requests have new ids, in the saved order.
 
-        Raises ValueError for a file that is not a saved cache, or is damaged.
+        Raises ValueError for a file that is not a saved cache, or whose parts do not belong together. What the pages
+        hold is taken as it is.
         """
         file = lib.cache_file_open(os.fspath(path))
         layout, numbers, depth, scale, sinks = lib.cache_file_options(file)

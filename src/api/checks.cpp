@@ -66,7 +66,7 @@ void require_size(const char* name, const TensorView& t, int dim, int64_t size, 
 
 void require_last_contiguous(const char* name, const TensorView& t) {
   const int last = t.ndim - 1;
-  if (last < 0 || t.shape[last] <= 1 || t.strides[last] == 1) return;
+  if (last < 0 || t.shape[last] <= 1 || t.strides[last] == 1 || t.numel() == 0) return;
   fail_value(std::string(name) + ".stride(-1)", std::to_string(t.strides[last]), "must be 1");
 }
 

@@ -41,8 +41,7 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
   const int64_t padded = plan::padded_head_dim(p.head_dim);
   Buffer<float> k_norm(p.kv_heads * p.total_k), v_norm(p.kv_heads * p.total_k);
   const std::vector<plan::TileTask> tasks = plan::key_tiles(all, p.kv_heads);
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads_for(tasks.size()))
-  for (size_t t = 0; t < tasks.size(); ++t) {
+  parallel_for(static_cast<int64_t>(tasks.size()), threads_for(tasks.size()), 4, [&](int64_t t) {
     const Sequence& s = all[static_cast<size_t>(tasks[t].sequence)];
     alignas(64) float row[256];
     const int64_t first = tasks[t].tile * plan::kKeyTile, last = std::min(first + plan::kKeyTile, s.k_len);
@@ -53,7 +52,7 @@ VisibleNorms visible_norms(const plan::ForwardParams& p, const std::vector<Seque
       kernels.to_float(row_address(p.v, p.dtype, s, s.k_begin, j, tasks[t].head), p.dtype, p.head_dim, row);
       v_norm[at] = kernels.norm(row, padded);
     }
-  }
+  });
   VisibleNorms norms;
   norms.k.resize(static_cast<size_t>(p.kv_heads * p.total_q));
   norms.v.resize(norms.k.size());

@@ -8,6 +8,7 @@
 #include "cpu/attention_rows.h"
 #include "cpu/backward_wide.h"
 #include "cpu/buffer.h"
+#include "cpu/parallel.h"
 #include "numerics/int_grid.h"
 
 namespace fold::cpu {
@@ -72,14 +73,12 @@ class Backward {
     const int query_threads = threads_for(query_tasks.size()), key_threads = threads_for(key_tasks.size());
     std::vector<Scratch> scratch;
     for (int i = 0; i < key_threads; ++i) scratch.emplace_back(padded_);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(query_threads)
-    for (size_t t = 0; t < query_tasks.size(); ++t) prepare_tile(query_tasks[t]);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(key_threads)
-    for (size_t t = 0; t < key_tasks.size(); ++t) {
-      key_tile(key_tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]);
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(query_threads)
-    for (size_t t = 0; t < query_tasks.size(); ++t) finish_tile(query_tasks[t]);
+    const auto query_count = static_cast<int64_t>(query_tasks.size()),
+               key_count = static_cast<int64_t>(key_tasks.size());
+    parallel_for(query_count, query_threads, [&](int64_t t) { prepare_tile(query_tasks[t]); });
+    parallel_for(key_count, key_threads,
+                 [&](int64_t t) { key_tile(key_tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]); });
+    parallel_for(query_count, query_threads, [&](int64_t t) { finish_tile(query_tasks[t]); });
     if (b_.dsinks) sink_gradients();
     clear_unused();
   }
@@ -290,8 +289,7 @@ class Backward {
 
   /// The sink's value is zero, so dS of its logit is -P Delta. One fixed order per head, in fp64.
   void sink_gradients() const {
-#pragma omp parallel for
-    for (int64_t head = 0; head < p_.heads; ++head) {
+    parallel_for(p_.heads, [&](int64_t head) {
       const double sink = p_.sinks[head];
       double total = 0.0;
       for (const Sequence& s : all_) {
@@ -307,7 +305,7 @@ class Backward {
         total += sum;
       }
       b_.dsinks[head] = static_cast<float>(total);
-    }
+    });
   }
 
   /// Rows and keys behind the last packed sequence.

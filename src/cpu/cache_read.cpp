@@ -1,6 +1,7 @@
 #include "cpu/cache_read.h"
 
 #include "cpu/convert.h"
+#include "cpu/parallel.h"
 #include "numerics/config.h"
 #include "plan/cache_access.h"
 
@@ -24,8 +25,7 @@ const T* at(const T* section, int64_t element) {
 
 void cache_read(const plan::CacheView& cache, const int32_t* table, int64_t keys, const RowsOut& k, const RowsOut& v) {
   const int64_t d = cache.layout.head_dim, page_size = cache.layout.page_size, heads = cache.layout.n_kv_heads;
-#pragma omp parallel for schedule(static)
-  for (int64_t j = 0; j < keys; ++j) {
+  parallel_for(keys, omp_get_max_threads(), numerics::kTile, [&](int64_t j) {
     const int64_t slot = j % page_size, tile = slot / numerics::kTile * numerics::kTile;
     const int64_t scale = tile + numerics::scale_slot(static_cast<int>(slot - tile));
     for (int64_t h = 0; h < heads; ++h) {
@@ -35,7 +35,7 @@ void cache_read(const plan::CacheView& cache, const int32_t* table, int64_t keys
       read_row({at(page.v_h, slot * d / 2), at(page.v_l, slot * d / 2), at(page.v_b, slot * d)}, page.v_scale[scale], d,
                v, j * v.stride_t + h * v.stride_h);
     }
-  }
+  });
 }
 
 }  // namespace fold::cpu

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cpu/cache_kernels.h"
+#include "cpu/parallel.h"
 #include "cpu/tail_fit.h"
 #include "numerics/block.h"
 #include "plan/cache_access.h"
@@ -57,8 +58,8 @@ class Writer {
   void write_blocks() const {
     const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(work_.size()) * heads;
     const bool parallel = static_cast<int64_t>(tokens_.size()) * heads >= kParallelRows;
-#pragma omp parallel for schedule(static) if (parallel)
-    for (int64_t unit = 0; unit < units; ++unit) write_block(work_[unit / heads], unit % heads);
+    parallel_for(units, parallel ? omp_get_max_threads() : 1,
+                 [&](int64_t unit) { write_block(work_[unit / heads], unit % heads); });
   }
 
   /// After write_blocks: a fit reads everything below its mark.
@@ -66,11 +67,10 @@ class Writer {
     if (fitted_.empty()) return;
     const int64_t heads = p_.cache.layout.n_kv_heads, units = static_cast<int64_t>(fitted_.size()) * heads;
     const int threads = static_cast<int>(scratch_.size());
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t unit = 0; unit < units; ++unit) {
+    parallel_for(units, threads, [&](int64_t unit) {
       const Request& r = *fitted_[unit / heads];
       fit_tail(p_.cache, r.table, unit % heads, r.length, r.new_length, kernels_, scratch_[omp_get_thread_num()]);
-    }
+    });
   }
 
  private:

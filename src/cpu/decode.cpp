@@ -100,7 +100,7 @@ numerics::RowMass mass_of(const Group& g, int r) { return {g.den[r], g.mass[r], 
 bool correct_row(Group& g, int r) {
   if (row_is_nan(g, r)) return false;
   const numerics::RowMass row = mass_of(g, r);
-  if (!numerics::reference_holds(row.den)) {
+  if (!numerics::reference_holds(row.den, g.spread[r])) {
     g.z[r] = numerics::corrected_z(g.z[r], row);
   } else {
     const int bits = numerics::finer_bits(row, g.spread[r], g.e_exponent[r], g.shrunk[r]);
@@ -190,7 +190,8 @@ void decode(const DecodeParams& p) {
     parallel_for(size, [&](int64_t i) {
       const int64_t index = start + i;
       Group& g = groups[i];
-      seen[i] = prepare_group(g, p, index / (p.tokens * kv_heads), index / kv_heads % p.tokens, index % kv_heads);
+      seen[i] =
+          prepare_group(g, p, kernels, index / (p.tokens * kv_heads), index / kv_heads % p.tokens, index % kv_heads);
       if (seen[i]) sample_reference(g, kernels);
     });
     std::vector<Group*> live;
@@ -199,14 +200,12 @@ void decode(const DecodeParams& p) {
     }
     sum_groups(live, plan.splits, kernels);
     if (p.numerator == nullptr) run_again(live, p, kernels);
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < size; ++i) write_group(groups[i], seen[i] != 0);
+    parallel_for(size, [&](int64_t i) { write_group(groups[i], seen[i] != 0); });
   }
 }
 
 void finish(const plan::FinishParams& p) {
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < p.batch * p.tokens * p.heads; ++i) {
+  parallel_for(p.batch * p.tokens * p.heads, [&](int64_t i) {
     const int64_t b = i / (p.tokens * p.heads), t = i / p.heads % p.tokens, h = i % p.heads;
     const numerics::PartialRow partial = numerics::partial_row(p.grid + 3 * i, p.denominator + 3 * i);
     float row[numerics::kMaxHeadDim] = {};
@@ -218,7 +217,7 @@ void finish(const plan::FinishParams& p) {
     store_row(row, p.head_dim, p.out, p.out_dtype, b * p.out_stride_b + t * p.out_stride_t + h * p.out_stride_h);
     if (p.lse != nullptr) p.lse[(b * p.heads + h) * p.tokens + t] = lse;
     if (p.valid != nullptr) p.valid[i] = partial.done;
-  }
+  });
 }
 
 }  // namespace fold::cpu

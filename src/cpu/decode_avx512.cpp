@@ -280,6 +280,7 @@ struct Avx512Ops : GenericOps<D> {
 
   static DroppedMass drop(const float* x, uint64_t gone, int shift, uint8_t* codes) {
     const __m512i half = _mm512_set1_epi32(static_cast<int>((1u << shift) >> 1)), most = _mm512_set1_epi32(255);
+    const __m512i limit = _mm512_set1_epi32(static_cast<int>(kMostCoded));
     const __m128i bits = _mm_cvtsi32_si128(shift);
     LaneSum sum;
     __m512i code[4];
@@ -287,7 +288,8 @@ struct Avx512Ops : GenericOps<D> {
     for (int i = 0; i < 4; ++i) {
       const __m512i weights = dropped_weights(x, gone, kLanes * i);
       sum.add(weights);
-      code[i] = _mm512_min_epu32(_mm512_srl_epi32(_mm512_add_epi32(weights, half), bits), most);
+      const __m512i coded = _mm512_add_epi32(_mm512_min_epu32(weights, limit), half);
+      code[i] = _mm512_min_epu32(_mm512_srl_epi32(coded, bits), most);
     }
     // Packing leaves bytes 4 j.. of register i in 32-bit lane 4 j + i.
     const __m512i packed =

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cpu/convert.h"
+#include "cpu/decode_range.h"
 #include "numerics/reference.h"
 
 namespace fold::cpu {
@@ -13,7 +14,7 @@ namespace {
 
 using plan::DecodeParams;
 
-void split_query(Group& g) {
+void split_query(Group& g, const DecodeKernels& kernels) {
   const DecodeParams& p = *g.params;
   const int d = g.head_dim, half = d / 2;
   Query& q = g.query;
@@ -23,10 +24,9 @@ void split_query(Group& g) {
     load_row(p.q, p.q_dtype, g.batch * p.q_stride_b + g.token * p.q_stride_t + (g.kv_head * g.rows + r) * p.q_stride_h,
              d, row);
     for (int c = 0; c < d; ++c) row[c] = numerics::mul(row[c], p.qk_scale);
-    numerics::rotate(row, d);
     int8_t* a = &q.a[static_cast<size_t>(r) * d];
     int8_t* b = &q.b[static_cast<size_t>(r) * d];
-    q.scale[r] = numerics::from_bf16(numerics::split_row(row, d, a, b));
+    q.scale[r] = numerics::from_bf16(kernels.split_row(row, d, a, b));
     int32_t squares = 0, sum_a = 0, sum_b = 0;
     for (int c = 0; c < d; ++c) {
       sum_a += a[c];
@@ -102,7 +102,8 @@ uint64_t Group::always_mask(int64_t tile) const {
   return first_key / kTile == tile ? uint64_t{1} << (first_key % kTile) : 0;
 }
 
-bool prepare_group(Group& g, const DecodeParams& p, int64_t batch, int64_t token, int64_t kv_head) {
+bool prepare_group(Group& g, const DecodeParams& p, const DecodeKernels& kernels, int64_t batch, int64_t token,
+                   int64_t kv_head) {
   const CacheLayout& layout = p.cache.layout;
   g.params = &p;
   g.batch = batch;
@@ -127,7 +128,7 @@ bool prepare_group(Group& g, const DecodeParams& p, int64_t batch, int64_t token
   }
   g.first = p.window_left < 0 ? 0 : std::max<int64_t>(0, g.position - p.window_left);
 
-  split_query(g);
+  split_query(g, kernels);
   const uint16_t largest = survey_scales(g);
   const bool bad_key = largest >= 0x7F80;
   for (int r = 0; r < g.rows; ++r) {

@@ -69,9 +69,12 @@ struct Group {
   int64_t slot_of(int64_t key) const { return key % params->cache.layout.page_size; }
 };
 
+struct DecodeKernels;
+
 /// Sets up a group: visible keys, query planes, E, the depth's gates. False if it sees no key. Leaves z, spread and
 /// what the spread does to the gates to sample_reference().
-bool prepare_group(Group& group, const plan::DecodeParams& params, int64_t batch, int64_t token, int64_t kv_head);
+bool prepare_group(Group& group, const plan::DecodeParams& params, const DecodeKernels& kernels, int64_t batch,
+                   int64_t token, int64_t kv_head);
 
 /// Clears the sums.
 void clear_sums(Group& group);

@@ -66,6 +66,18 @@ void score_keys(const Group& group, const int64_t* keys, int count, float* logit
   score_rows<Ops<256>>(group, keys, count, logits);
 }
 
+template <int D>
+uint16_t split_row_of(float* x, int8_t* a, int8_t* b) {
+  numerics::rotate(x, D);
+  return numerics::split_row(x, D, a, b);
+}
+
+inline uint16_t split_row(float* x, int head_dim, int8_t* a, int8_t* b) {
+  if (head_dim == 64) return split_row_of<64>(x, a, b);
+  if (head_dim == 128) return split_row_of<128>(x, a, b);
+  return split_row_of<256>(x, a, b);
+}
+
 inline void weigh_logits(const float* logits, int64_t count, float largest, uint32_t* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = numerics::fix(numerics::sub(logits[i], largest));
 }
@@ -73,7 +85,7 @@ inline void weigh_logits(const float* logits, int64_t count, float largest, uint
 /// The kernels of a set of operations.
 template <template <int> class Ops>
 DecodeKernels kernels_of() {
-  return {sum_range<Ops>, score_keys<Ops>, weigh_logits};
+  return {split_row, sum_range<Ops>, score_keys<Ops>, weigh_logits};
 }
 
 }  // namespace

@@ -14,9 +14,6 @@ template <int D>
 struct GenericOps {
   static constexpr int kDim = D, kHalf = D / 2;
 
-  /// The channel of byte i of a split row.
-  static int split_channel(int i) { return i < kHalf ? 2 * i : 2 * (i - kHalf) + 1; }
-
   // The values of a row, (D,).
   static void load(const SplitRow& row, int8_t* out) {
     for (int i = 0; i < kHalf; ++i) {
@@ -126,7 +123,7 @@ struct GenericOps {
     DroppedMass mass{};
     for (int k = 0; k < kTile; ++k) {
       const uint32_t weight = (gone >> k & 1) != 0 ? numerics::fix(x[k]) : 0;
-      codes[k] = static_cast<uint8_t>(std::min(255u, (weight + half) >> shift));
+      codes[k] = static_cast<uint8_t>(std::min(255u, (std::min(weight, kMostCoded) + half) >> shift));
       mass.weights += weight;
       mass.codes += codes[k];
     }
@@ -235,11 +232,8 @@ struct GenericOps {
     }
 
     /// As RowBatch::drain.
-    template <class Channel>
-    void drain(uint64_t factor, Channel channel, uint64_t* out) {
-      for (int r = 0; r < rows_; ++r) {
-        for (int c = 0; c < D; ++c) out[r * D + channel(c)] += factor * std::exchange(sums_[r * D + c], 0);
-      }
+    void drain(uint64_t factor, uint64_t* out) {
+      for (int i = 0; i < rows_ * D; ++i) out[i] += factor * std::exchange(sums_[i], 0);
     }
 
    private:

@@ -14,6 +14,9 @@ struct RangeSums {
 };
 
 struct DecodeKernels {
+  /// numerics::rotate, then numerics::split_row. x: (head_dim,), rotated in place; a, b: (head_dim,)
+  uint16_t (*split_row)(float* x, int head_dim, int8_t* a, int8_t* b);
+
   /// Adds tiles [tile_begin, tile_end) of a group whose z is set (docs/numerics.md, sections 6 and 7).
   void (*sum_range)(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSums& sums);
 

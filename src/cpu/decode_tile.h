@@ -133,6 +133,9 @@ struct ValueGates {
   float h, l, b;
 };
 
+/// A weight whose code is 255 at every shift (24 at most), and to which half of a code can be added in 32 bits.
+constexpr uint32_t kMostCoded = 0xFF000000u;
+
 /// Sums over dropped keys of their weights, and of their codes.
 struct DroppedMass {
   int64_t weights, codes;
@@ -168,11 +171,10 @@ class RowBatch {
     if (count_ >= kTile) flush();
   }
 
-  /// out[r][channel(i)] += factor * sum of weight * byte i. Leaves the batch empty. out: (G, D).
-  template <class Channel>
-  void drain(int64_t factor, Channel channel, int64_t* out) {
+  /// out[r][i] += factor * sum of weight * byte i. Leaves the batch empty. out: (G, D).
+  void drain(int64_t factor, int64_t* out) {
     flush();
-    sums_.drain(static_cast<uint64_t>(factor), channel, reinterpret_cast<uint64_t*>(out));
+    sums_.drain(static_cast<uint64_t>(factor), reinterpret_cast<uint64_t*>(out));
   }
 
  private:
@@ -205,11 +207,10 @@ class RowSums {
     four_.add(places & widths.four, weights, row);
   }
 
-  template <class Channel>
-  void drain(int64_t factor, Channel channel, int64_t* out) {
-    one_.drain(factor, channel, out);
-    two_.drain(factor, channel, out);
-    four_.drain(factor, channel, out);
+  void drain(int64_t factor, int64_t* out) {
+    one_.drain(factor, out);
+    two_.drain(factor, out);
+    four_.drain(factor, out);
   }
 
  private:

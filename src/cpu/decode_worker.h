@@ -26,7 +26,9 @@ class RangeWorker {
         means_(rows),
         codes_(rows),
         code_means_(rows),
-        code_sum_(int64_t{rows} * D) {
+        code_sum_(int64_t{rows} * D),
+        split_sum_(int64_t{rows} * D) {
+    std::fill_n(split_sum_.data(), rows * D, 0);
     for (int i = 0; i < kChunksInFlight; ++i) chunks_.emplace_back(rows);
   }
 
@@ -323,11 +325,11 @@ class RangeWorker {
 
   /// num in its final unit.
   void finish() {
-    const auto in_order = [](int i) { return i; };
     int64_t* num = out_->num.data();
-    values_.drain(int64_t{1} << 16, Ops::split_channel, num);
-    low_values_.drain(int64_t{1} << 8, in_order, num);
-    means_.drain(int64_t{1} << 16, in_order, num);
+    values_.drain(int64_t{1} << 16, split_sum_.data());
+    move_split_sums(num);
+    low_values_.drain(int64_t{1} << 8, num);
+    means_.drain(int64_t{1} << 16, num);
     constexpr uint64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
     for (int r = 0; r < rows_; ++r) {
       const typename Ops::ReadSums& read = read_[r];
@@ -340,9 +342,22 @@ class RangeWorker {
     }
     if (!correct_) return;
     for (int r = 0; r < rows_; ++r) std::fill_n(&code_sum_[r * D], D, -128 * code_mass_[r]);
-    code_means_.drain(-1, in_order, code_sum_.data());
-    codes_.drain(16, Ops::split_channel, reinterpret_cast<uint64_t*>(code_sum_.data()));
+    code_means_.drain(-1, code_sum_.data());
+    codes_.drain(16, reinterpret_cast<uint64_t*>(split_sum_.data()));
+    move_split_sums(code_sum_.data());
     for (int r = 0; r < rows_; ++r) add_correction(r);
+  }
+
+  /// Adds split_sum_ to sums in the order of channels, (G, D), and leaves it empty.
+  void move_split_sums(int64_t* to) {
+    for (int r = 0; r < rows_; ++r) {
+      int64_t *const sum = &split_sum_[r * D], *const channel = to + r * D;
+      for (int i = 0; i < kHalf; ++i) {
+        channel[2 * i] += sum[i];
+        channel[2 * i + 1] += sum[kHalf + i];
+      }
+      std::fill_n(sum, D, 0);
+    }
   }
 
   void add_correction(int r) {
@@ -397,7 +412,8 @@ class RangeWorker {
   typename Ops::template Sums<1> codes_;  // plane h's codes, split
   RowBatch<Ops, CodeRow, 2> code_means_;  // C_b is at most 64 * 255
   int64_t code_mass_[kMaxRows];
-  Buffer<int64_t> code_sum_;  // (G, D): S of section 7
+  Buffer<int64_t> code_sum_;   // (G, D): S of section 7
+  Buffer<int64_t> split_sum_;  // (G, D) in the order of split rows; empty but in finish()
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "cpu/attention_rows.h"
 #include "cpu/buffer.h"
 #include "cpu/forward_wide.h"
+#include "cpu/parallel.h"
 
 namespace fold::cpu {
 namespace {
@@ -52,8 +53,8 @@ class Forward {
     const int threads = threads_for(tasks.size());
     std::vector<Scratch> scratch;
     for (int i = 0; i < threads; ++i) scratch.emplace_back(padded_);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (size_t t = 0; t < tasks.size(); ++t) tile(tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]);
+    parallel_for(static_cast<int64_t>(tasks.size()), threads,
+                 [&](int64_t t) { tile(tasks[t], scratch[static_cast<size_t>(omp_get_thread_num())]); });
     clear_unused();
   }
 
@@ -75,8 +76,7 @@ class Forward {
     const std::vector<TileTask> tasks = plan::key_tiles(all_, p_.kv_heads);
     const int threads = threads_for(tasks.size());
     Buffer<Word> rows(threads * kKeyTile * words_);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (size_t t = 0; t < tasks.size(); ++t) {
+    parallel_for(static_cast<int64_t>(tasks.size()), threads, [&](int64_t t) {
       const auto [sequence, head, tile] = tasks[t];
       const Sequence& s = all_[static_cast<size_t>(sequence)];
       const int64_t first = tile * kKeyTile, count = std::min(kKeyTile, s.k_len - first);
@@ -88,7 +88,7 @@ class Forward {
       kernels_.load_rows(row_address(p_.v, p_.dtype, s, s.k_begin, first, head), p_.dtype, p_.v.stride_row, count,
                          padded_count, p_.head_dim, staging);
       kernels_.pairs(staging, padded_count, padded_, v_.data() + at);
-    }
+    });
   }
 
   void tile(const TileTask& task, Scratch& x) const {

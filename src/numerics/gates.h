@@ -1,5 +1,5 @@
 #pragma once
-#include "numerics/ieee.h"
+#include "numerics/reference.h"
 
 // Which planes of a key are read: docs/numerics.md, section 6.
 namespace fold::numerics {
@@ -22,8 +22,6 @@ struct GateRow {
 #include "numerics/gates.inc"
 #undef FOLD_GATES
 #undef FOLD_DENSE_GATES
-
-constexpr float kFreeSpread = 4.0f;  ///< rows of a larger spread read deeper into V
 
 FOLD_HD float lerp_gate(float a, float b, float t) { return fma(sub(b, a), t, a); }
 
@@ -52,10 +50,13 @@ FOLD_HD Gates gates_for_depth(float depth) {
       add(lerp_gate(low.gates.v_b, high.gates.v_b, t), shift)};
 }
 
-/// The gates of a row of the given spread.
+constexpr float kCrowd = 12.0f;  ///< rows of a larger spread rest on keys that depth=None would not read K's plane b of
+
+/// The gates of a row of the given spread. Where no single share is large, the rounding of many adds up.
 FOLD_HD Gates widened(const Gates& gates, float spread) {
-  const float extra = spread > kFreeSpread ? mul(sub(spread, kFreeSpread), 0.5f) : 0.0f;
-  return {gates.k_l, gates.k_b, gates.v_h, add(gates.v_l, extra), add(gates.v_b, extra)};
+  const float k = spread > kCrowd ? sub(spread, kCrowd) : 0.0f;
+  const float v = spread > kFreeSpread ? mul(sub(spread, kFreeSpread), 0.5f) : 0.0f;
+  return {add(gates.k_l, k), add(gates.k_b, k), gates.v_h, add(gates.v_l, v), add(gates.v_b, v)};
 }
 
 /// Standard deviation of a level-0 logit's rounding over (e_q e_k |qa|), times 2: 2 sqrt(256 / 12).

@@ -22,7 +22,8 @@ FOLD_HD PartialRow partial_row(const float* grid, const int64_t* sums) {
   const RowMass mass{sums[0], sums[1], sums[2], 0};
   if (!is_finite(z) || !is_grid(e)) return {false, false, 0, {}};
   const int exponent = static_cast<int>(bits_of(e) >> 23) - 127;
-  if (!sums_hold(mass) || finer_bits(mass, spread, exponent, 0) != 0) return {false, false, exponent, {}};
+  if (!reference_holds(mass.den, spread) || !sums_hold(mass) || finer_bits(mass, spread, exponent, 0) != 0)
+    return {false, false, exponent, {}};
   return {false, true, exponent, mass};
 }
 

@@ -51,12 +51,18 @@ struct RowMass {
   float peak;    ///< the largest x of a key whose V was read
 };
 
-/// Whether 2^(LSE - Z) is in [1/4, 64).
-FOLD_HD bool reference_holds(int64_t den) { return den >= (int64_t{1} << (kFraction - 2)) && den < 0xFFFFFFFFll; }
+constexpr float kFreeSpread = 4.0f;  ///< rows of a larger spread rest on many keys
+
+/// Whether 2^(LSE - Z) is in [1/4, 64), or in [1/2, 64) where the row rests on many keys: what it leaves unread for
+/// want of a bit, it leaves unread of them all.
+FOLD_HD bool reference_holds(int64_t den, float spread) {
+  const int high = spread > kFreeSpread ? 1 : 2;
+  return den >= (int64_t{1} << (kFraction - high)) && den < 0xFFFFFFFFll;
+}
 
 /// Whether the sums are those of weights none of which saturated, and the numerator is in range. E of the first run
 /// bounds the mass; a smaller one may not, where the run that it came from read other keys.
-FOLD_HD bool sums_hold(const RowMass& row) { return reference_holds(row.den) && row.mass <= row.den + row.keys; }
+FOLD_HD bool sums_hold(const RowMass& row) { return reference_holds(row.den, 0.0f) && row.mass <= row.den + row.keys; }
 
 /// log2 of the least mass at which the rounding of n weights cannot be seen in a row of the given spread.
 FOLD_HD float mass_floor(int64_t n, float spread) {

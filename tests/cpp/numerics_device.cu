@@ -22,7 +22,7 @@ __global__ void use_everything(float* x, int8_t* a, int8_t* b, int64_t* integers
   add_score(sampled, static_cast<uint32_t>(integers[3]));
   const Reference declared = declared_reference(x[6], counted, sampled, integers[4]);
   const RowMass row{integers[5], integers[6], integers[7], x[7]};
-  integers[2] = reference_holds(row.den) ? finer_bits(row, declared.spread, 3, 0) : 0;
+  integers[2] = reference_holds(row.den, declared.spread) ? finer_bits(row, declared.spread, 3, 0) : 0;
   x[2] = corrected_z(declared.z, row);
   const double den = with_sink(row.den, x[8]);
   x[3] = finish_channel(integers[5], den, 3) + finish_lse(x[7], den, x[8]);

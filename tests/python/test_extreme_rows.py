@@ -39,6 +39,15 @@ def test_rows_that_spread_over_very_many_keys(n, same):
     assert (attend(q, k, v) - reference).norm() <= bf16_error(q, k, v, reference)
 
 
+@pytest.mark.parametrize(("n", "scale"), [(20_011, 1.0), (100_003, 1.0), (100_003, 0.3)])
+def test_rows_that_spread_over_many_different_keys(n, scale):
+    """No key has a share that would be read deeply by itself; depth None is still as accurate as bf16 attention."""
+    k, v = rows(n, n)
+    q = (scale * torch.randn(1, 1, D, generator=torch.Generator().manual_seed(3))).bfloat16().float()
+    reference, _ = exact(q, k, v)
+    assert (attend(q, k, v) - reference).norm() <= bf16_error(q, k, v, reference)
+
+
 def with_outlier(octaves: int) -> tuple[Tensor, Tensor, Tensor]:
     """A key that nobody attends to, whose V is 2^octaves times the others'."""
     k, v = rows(4096, 1)

@@ -197,3 +197,28 @@ def chain_or_tree(rng: np.random.Generator, tokens: int) -> tuple[list[int] | No
         parent = int(rng.integers(-1, node)) if node else -1
         masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
     return masks, [[j for j in range(tokens) if mask >> j & 1] for mask in masks]
+
+
+@pytest.mark.parametrize("below", [2**22, 2**23 + 2**20])
+def test_codes_of_the_largest_weights(below: int) -> None:
+    """A dropped key may weigh almost 2^32, just less than what makes its row run again: its code is 255."""
+    layout, keys, gates = Layout(1, 64), 1200, np.float32([-10, -10, -10, -10, -10])
+    rng = np.random.default_rng(5)
+    q = rng.normal(size=(1, 64)).astype(np.float32)
+    k, v = 0.05 * rng.normal(size=(keys, 1, 64)).astype(np.float32), rng.normal(size=(keys, 1, 64)).astype(np.float32)
+    k[1 + 141 * (keys - 64) // 256, 0] = 2 * q[0]  # sampled, so that the reference is right before it is shifted
+    oracle = OracleCache(layout)
+    oracle.write(k, v)
+    right = partial_row_group(oracle, 0, q, keys - 1, (0, keys), gates=gates)
+    shift = float(np.log2(right.sums.den[0] / (2**32 - below)))
+    expected = decode_row_group(oracle, 0, q, keys - 1, gates=gates, reference_shift=shift)
+    assert 2**32 - 2 * below < expected.sums.den[0] < 2**32 - 1
+    assert not expected.recomputed[0]
+
+    cache = new_cache(layout, 1, keys)
+    cache.write_prompt(torch.from_numpy(k), torch.from_numpy(v), torch.tensor([0, keys], dtype=torch.int32))
+    out, lse = torch.empty(1, 1, 1, 64), torch.empty(1, 1, 1)
+    where = (torch.from_numpy(q[None, None]), cache.storage, cache.layout, None, None, None, *cache.tables())
+    options = (None, None, None, None, 0.0, -1, 0, torch.from_numpy(gates), shift)
+    lib.decode(*where, *options, out, lse, None, None, None, None)
+    assert same_bytes(out[0, 0], expected.out)

@@ -208,7 +208,7 @@ def test_a_missed_peak_is_recomputed(peak, gates):
     assert abs(got.lse[0] - lse[0]) < 2e-3 + 1e-4 * peak
 
 
-@pytest.mark.parametrize("shift", [-1e5, -200, -60, -12, -5, 1.5, 8, 60, 200, 1e5])
+@pytest.mark.parametrize("shift", [-1e5, -200, -60, -12, -5, 0.9, 8, 60, 200, 1e5])
 def test_a_wrong_reference_changes_little(shift):
     cache, k, v = filled(Layout(1, 64), 1000)
     q = rng(12).normal(size=(3, 64)).astype(np.float32)
@@ -218,6 +218,17 @@ def test_a_wrong_reference_changes_little(shift):
     assert np.abs(got.lse - lse).max() < 1e-3
     assert got.recomputed.all() == got.recomputed.any() == (abs(shift) > 6)
     assert ((got.sums.den >= 2**24) & (got.sums.den < SATURATED)).all()
+
+
+@pytest.mark.parametrize(("shift", "again"), [(0.9, [False, False]), (1.5, [True, False]), (2.5, [True, True])])
+def test_how_high_a_reference_may_be_follows_from_the_spread(shift, again):
+    """Rows of two queries: one sees all keys alike, the other one key above all."""
+    cache, k, v = filled(Layout(1, 64), 1000)
+    q = np.zeros((2, 64), np.float32)
+    q[1] = 8 * k[990, 0]
+    got = decode_row_group(cache, 0, q, 999, reference_shift=shift)
+    assert got.recomputed.tolist() == again
+    assert error(got.out, attention64(q, k[:, 0], v[:, 0])[0]) < 2e-4
 
 
 @pytest.mark.parametrize("shift", [-60, 60, 1e5])

@@ -22,3 +22,31 @@ def test_calls_leave_the_threads_of_torch_alone():
             assert fold_attention.get_num_threads() == own
     finally:
         torch.set_num_threads(before)
+
+
+def test_what_torch_does_with_denormals_changes_no_bit():
+    """torch.set_flush_denormal is a thread's own, and the library's other threads know nothing of it."""
+    q, k, v = (scale * rows for scale, rows in zip((8, 8, 1e-37), layer(200), strict=True))
+    before = fold_attention.get_num_threads()
+
+    def results(threads: int, flush: bool) -> list[torch.Tensor]:
+        fold_attention.set_num_threads(threads)
+        cache = FoldKVCache(1, 4, 2, 64, 200, depth=9)
+        inputs = [rows[None].clone().requires_grad_() for rows in (q, k, v)]
+        torch.set_flush_denormal(flush)
+        try:
+            cache.append(k[None], v[None])
+            decoded = cache.attend(q[-1:])
+            out = fold_attn_func(*inputs, causal=True)
+            out.backward(torch.full_like(out, 1e-3))
+        finally:
+            torch.set_flush_denormal(False)
+        return [decoded, cache.storage, out.detach(), *(rows.grad for rows in inputs if rows.grad is not None)]
+
+    try:
+        expected = results(1, flush=False)
+        for threads, flush in ((1, True), (2, True), (2, False)):
+            for ours, theirs in zip(results(threads, flush), expected, strict=True):
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    finally:
+        fold_attention.set_num_threads(before)

@@ -85,7 +85,7 @@ __device__ inline bool correct_row(const GroupState& g, int r, const RowSums& su
   RowState& row = g.rows[r];
   const numerics::RowMass left{static_cast<int64_t>(sums.den), static_cast<int64_t>(sums.mass), n,
                                from_ordered(sums.peak)};
-  if (!numerics::reference_holds(left.den)) {
+  if (!numerics::reference_holds(left.den, row.spread)) {
     row.z = numerics::corrected_z(row.z, left);
     return true;
   }

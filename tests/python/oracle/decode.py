@@ -11,7 +11,7 @@ import numpy.typing as npt
 from oracle.cache import OracleCache
 from oracle.ieee import F32, F64, FRACTION_BITS, I64, SATURATED, Bool, exp2_parts, f32, log2
 from oracle.planes import rotate
-from oracle.reading import OPEN, Levels, decide, widen
+from oracle.reading import CONCENTRATED, OPEN, Levels, decide, widen
 from oracle.reference import LOG2_E, Queries, VisibleKeys, make_queries, reference
 from oracle.sums import Sums, Token
 
@@ -41,9 +41,9 @@ class RowGroup:
     levels: Levels  # (G, n)
 
 
-def holds(den: I64) -> Bool:
+def holds(den: I64, spread: F32) -> Bool:
     """Whether the references of rows hold."""
-    return np.asarray((den >= 2**24) & (den < SATURATED))
+    return np.asarray((den >= np.where(spread > CONCENTRATED, 2**25, 2**24)) & (den < SATURATED))
 
 
 def mass_holds(den: I64, mass: I64, count: int) -> Bool:
@@ -129,7 +129,7 @@ class _Rows:
         pending = self.valid.copy()
         for attempt in range(RERUNS + 1):
             self.run(pending)
-            held = holds(self.sums.den)
+            held = holds(self.sums.den, self.spread)
             k = finer_bits(*self._masses(), self.spread, self.e, self.finer)
             pending &= ~(held & (k == 0))
             if attempt == RERUNS:
@@ -141,7 +141,7 @@ class _Rows:
             self.finer += np.where(coarse, k, 0)
             self.valid &= np.isfinite(self.z)
             pending &= self.valid
-        self.valid &= holds(self.sums.den) & mass_holds(*self._masses())
+        self.valid &= (self.sums.den >= 2**24) & (self.sums.den < SATURATED) & mass_holds(*self._masses())
 
     def _masses(self) -> tuple[I64, I64, int]:
         return self.sums.den, self.sums.mass, self.token.keys.count

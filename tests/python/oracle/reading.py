@@ -11,6 +11,7 @@ from oracle.reference import Queries, VisibleKeys, relative_logits
 
 OPEN = np.full(5, np.inf, np.float32)  # every stored plane of every visible key
 CONCENTRATED = np.float32(4)  # a spread up to which the gates are what depth says
+CROWD = np.float32(12)  # and those of K
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class GateTable:
 
 
 def widen(gates: F32, spread: F32) -> F32:
-    """(G, 5) gates of rows whose spread is S (G,): V.l and V.b open as it grows."""
-    more = np.maximum(np.float32(0), spread - CONCENTRATED) / np.float32(2)
-    return np.concatenate([gates[:, :3], gates[:, 3:] + more[:, None]], axis=1)
+    """(G, 5) gates of rows whose spread is S (G,): V.l and V.b open as it grows, and from a crowd on K.l and K.b."""
+    zero = np.float32(0)
+    k, v = np.maximum(zero, spread - CROWD), np.maximum(zero, spread - CONCENTRATED) / np.float32(2)
+    return gates + np.stack([k, k, np.zeros_like(k), v, v], axis=1)
 
 
 @dataclass(frozen=True)
