@@ -115,8 +115,9 @@ def target(case: Case, depth: float | None, measured: dict[str, Any]) -> float:
     return min(limit, DENSE_TARGET) if depth is None else limit
 
 
-def fit(cases: list[Case], targets: list[float], start: Gates, fixed: frozenset[int] = frozenset()) -> Gates:
-    """Local search on the mean log of bytes plus a penalty for errors past their target: single gates, then trades."""
+def fit(cases: list[Case], targets: list[float], starts: list[Gates], fixed: frozenset[int] = frozenset()) -> Gates:
+    """Local searches on the mean log of bytes plus a penalty for errors past their target: single gates, then trades.
+    The best of those from several starts, since each ends where no such move helps."""
 
     def cost(gates: Gates) -> float:
         total = 0.0
@@ -126,31 +127,39 @@ def fit(cases: list[Case], targets: list[float], start: Gates, fixed: frozenset[
         return total / len(cases)
 
     free = [i for i in range(5) if i not in fixed]
-    best, lowest = start, cost(start)
-    for step in (1.0, 0.5):
-        moves = [{i: change} for i in free for change in (-step, step)]
-        moves += [{i: step, j: -change} for i in free for j in free if i != j for change in (step, 2 * step)]
-        improved = True
-        while improved:
-            improved = False
-            for move in moves:
-                while True:
-                    trial = tuple(gate + move.get(i, 0.0) for i, gate in enumerate(best))
-                    if (value := cost(trial)) >= lowest - 1e-5:
-                        break
-                    best, lowest, improved = trial, value, True
-    return best
+
+    def search(best: Gates) -> tuple[float, Gates]:
+        lowest = cost(best)
+        for step in (1.0, 0.5):
+            moves = [{i: change} for i in free for change in (-step, step)]
+            moves += [{i: step, j: -change} for i in free for j in free if i != j for change in (step, 2 * step)]
+            improved = True
+            while improved:
+                improved = False
+                for move in moves:
+                    while True:
+                        trial = tuple(gate + move.get(i, 0.0) for i, gate in enumerate(best))
+                        if (value := cost(trial)) >= lowest - 1e-5:
+                            break
+                        best, lowest, improved = trial, value, True
+        return lowest, best
+
+    return min(search(start) for start in starts)[1]
 
 
-def first_guess(depth: float | None) -> Gates:
+def guesses(depth: float | None) -> list[Gates]:
+    """One that reads all planes of V about as deeply as V itself, one that reads them less so."""
     if depth is None:
-        return (18.0, 13.0, OPEN, 20.0, 13.0)
-    return (depth, depth - 5, depth + 2, depth, depth - 6)
+        return [(18.0, 13.0, OPEN, 20.0, 13.0), (18.0, 13.0, OPEN, 17.0, 11.0)]
+    return [
+        (depth, depth - 5, depth + 2, depth, depth - 6),
+        (depth - 4, depth - 8, depth - 1, depth - 5, depth - 9),
+    ]
 
 
 def fitted(cases: list[Case], depth: float | None, measured: dict[str, Any]) -> Gates:
     targets = [target(case, depth, measured) for case in cases]
-    return fit(cases, targets, first_guess(depth), frozenset({2}) if depth is None else frozenset())
+    return fit(cases, targets, guesses(depth), frozenset({2}) if depth is None else frozenset())
 
 
 def report(cases: list[Case], depth: float | None, gates: Gates, measured: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ def chain_or_tree(rng: np.random.Generator, tokens: int) -> tuple[list[int] | No
 @pytest.mark.parametrize("below", [2**22, 2**23 + 2**20])
 def test_codes_of_the_largest_weights(below: int) -> None:
     """A dropped key may weigh almost 2^32, just less than what makes its row run again: its code is 255."""
-    layout, keys, gates = Layout(1, 64), 1200, np.float32([-10, -10, -10, -10, -10])
+    layout, keys, gates = Layout(1, 64), 1200, np.full(5, -10, np.float32)
     rng = np.random.default_rng(5)
     q = rng.normal(size=(1, 64)).astype(np.float32)
     k, v = 0.05 * rng.normal(size=(keys, 1, 64)).astype(np.float32), rng.normal(size=(keys, 1, 64)).astype(np.float32)

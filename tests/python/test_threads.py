@@ -32,16 +32,17 @@ def test_what_torch_does_with_denormals_changes_no_bit():
     def results(threads: int, flush: bool) -> list[torch.Tensor]:
         fold_attention.set_num_threads(threads)
         cache = FoldKVCache(1, 4, 2, 64, 200, depth=9)
-        inputs = [rows[None].clone().requires_grad_() for rows in (q, k, v)]
+        queries, keys, values = (rows[None].clone().requires_grad_() for rows in (q, k, v))
         torch.set_flush_denormal(flush)
         try:
             cache.append(k[None], v[None])
             decoded = cache.attend(q[-1:])
-            out = fold_attn_func(*inputs, causal=True)
+            out = fold_attn_func(queries, keys, values, causal=True)
             out.backward(torch.full_like(out, 1e-3))
         finally:
             torch.set_flush_denormal(False)
-        return [decoded, cache.storage, out.detach(), *(rows.grad for rows in inputs if rows.grad is not None)]
+        gradients = [rows.grad for rows in (queries, keys, values) if rows.grad is not None]
+        return [decoded, cache.storage, out.detach(), *gradients]
 
     try:
         expected = results(1, flush=False)
