@@ -1,6 +1,7 @@
 #pragma once
 #include <vector>
 
+#include "cpu/decode_dropped.h"
 #include "cpu/decode_tile.h"
 
 // The decode of a range of tiles, written once over the operations of an instruction set (`Ops`, see
@@ -18,15 +19,10 @@ class RangeWorker {
       : rows_(rows),
         dot_(rows),
         weight_(rows),
-        code_(rows),
         read_(rows),
-        dropped_(rows),
         values_(rows),
         low_values_(rows),
-        means_(rows),
-        codes_(rows),
-        code_means_(rows),
-        code_sum_(int64_t{rows} * D),
+        dropped_(rows),
         split_sum_(int64_t{rows} * D) {
     std::fill_n(split_sum_.data(), rows * D, 0);
     for (int i = 0; i < kChunksInFlight; ++i) chunks_.emplace_back(rows);
@@ -38,7 +34,6 @@ class RangeWorker {
     g_ = &group;
     out_ = &sums;
     layout_ = group.params->cache.layout;
-    correct_ = group.fit_mark > 0;
     every_value_ =
         std::any_of(group.gates, group.gates + rows_, [](const auto& g) { return g.v_h >= numerics::kOpen; });
     const Query& q = group.query;
@@ -46,16 +41,14 @@ class RangeWorker {
       level_0_.row[r] = {0.5f * q.scale[r], group.z[r], q.margin[r], -group.gates[r].k_l};
       level_1_.row[r] = {numerics::mul(q.scale[r], 0x1p-8f), group.z[r], q.margin[r] * 0x1p-4f, -group.gates[r].k_b};
       unit_[r] = numerics::pow2(-group.e_exponent[r]);
-      mean_unit_[r] = std::ldexp(1.0, -group.e_exponent[r]);
     }
     open_gates(0, usual_gates_);
     out_->num.assign(static_cast<size_t>(rows_) * D, 0);
     std::fill_n(out_->mass, rows_, 0);
     std::fill_n(out_->dropped, rows_, 0);
     out_->values_read = out_->bytes = 0;
-    std::fill_n(code_mass_, rows_, 0);
     std::fill(read_.begin(), read_.end(), typename Ops::ReadSums{});
-    std::fill(dropped_.begin(), dropped_.end(), typename Ops::LaneSum{});
+    dropped_.start(group);
 
     tiles_ = every_value_ ? 1 : kChunkTiles;
     const int64_t count = (tile_end - tile_begin + tiles_ - 1) / tiles_;
@@ -235,7 +228,7 @@ class RangeWorker {
     t.v_h = (wanted.h | t.always) & t.visible;
     t.v_l = layout_.v_bits >= 8 ? (wanted.l | t.always) & t.v_h : 0;
     t.v_b = layout_.v_bits == 16 ? wanted.b & t.v_l : 0;
-    if (t.v_h != t.visible) drop(t, x);
+    if (t.v_h != t.visible) dropped_.add(t, x, *out_);
     out_->values_read += std::popcount(t.v_h);
     out_->bytes += std::popcount(t.visible) * (kHalf + 2) + std::popcount(t.v_h) * (kHalf + 2) +
                    std::popcount(t.v_l) * kHalf + std::popcount(t.v_b) * D +
@@ -249,39 +242,6 @@ class RangeWorker {
     if (!every_value_) prefetch_rows(t.page.v_h + t.slot * kHalf, t.v_h, kHalf);
     if (t.v_l != 0) prefetch_rows(t.page.v_l + t.slot * kHalf, t.v_l, kHalf);
     if (t.v_b != 0) prefetch_rows(t.page.v_b + t.slot * D, t.v_b, D);
-  }
-
-  /// Dropped keys: their mass, and with the tail model what stands in for their V (their block is settled): its mean V
-  /// row, and the codes the correction is predicted from.
-  void drop(const Tile& t, const float* x) {
-    const uint64_t gone = t.visible & ~t.v_h;
-    if (!layout_.tail) {
-      for (int r = 0; r < rows_; ++r) Ops::drop(x + r * kChunk, gone, dropped_[r]);
-      return;
-    }
-    DroppedMass mass[kMaxRows];
-    for (int r = 0; r < rows_; ++r) {
-      mass[r] = Ops::drop(x + r * kChunk, gone, g_->fit_shift[r], code_[r]);
-      out_->dropped[r] += mass[r].weights;
-    }
-    const int64_t block = t.slot / kTile;
-    const double scale = numerics::from_bf16(t.page.mean_scale[block]);
-    prefetch(t.page.mean + block * D, D);
-    means_.add({t.page.mean + block * D}, [&](int r) {
-      const double share = scale * mean_unit_[r];  // exact
-      const uint32_t weight =
-          static_cast<uint32_t>(std::min(std::rint(static_cast<double>(mass[r].weights) * share), 4294967295.0));
-      out_->mass[r] += weight;
-      return weight;
-    });
-    out_->bytes += D + 2 + (correct_ ? D : 0);
-    if (!correct_) return;
-    codes_.add_tile(t.page.k_h + t.slot * kHalf, code_[0]);
-    prefetch(t.page.ubar + block * D, D);
-    code_means_.add({t.page.ubar + block * D}, [&](int r) {
-      code_mass_[r] += mass[r].codes;
-      return static_cast<uint32_t>(mass[r].codes);
-    });
   }
 
   /// The values that are read (section 7).
@@ -327,57 +287,17 @@ class RangeWorker {
   void finish() {
     int64_t* num = out_->num.data();
     values_.drain(int64_t{1} << 16, split_sum_.data());
-    move_split_sums(num);
+    move_split_sums<D>(split_sum_.data(), rows_, num);
     low_values_.drain(int64_t{1} << 8, num);
-    means_.drain(int64_t{1} << 16, num);
+    dropped_.finish(*out_);
     constexpr uint64_t kAbove = (numerics::kHalfReading % 256) << 8;  // what kHalfPlane leaves out
     for (int r = 0; r < rows_; ++r) {
       const typename Ops::ReadSums& read = read_[r];
-      out_->dropped[r] += dropped_[r].total();
       out_->den[r] = out_->dropped[r] + read.den();
       out_->mass[r] += read.mass();
       out_->peak[r] = read.peak();
       const uint64_t above = kAbove * static_cast<uint64_t>(read.half());  // may wrap where the reference does not hold
       for (int c = 0; c < D; ++c) num[r * D + c] = static_cast<int64_t>(static_cast<uint64_t>(num[r * D + c]) + above);
-    }
-    if (!correct_) return;
-    for (int r = 0; r < rows_; ++r) std::fill_n(&code_sum_[r * D], D, -128 * code_mass_[r]);
-    code_means_.drain(-1, code_sum_.data());
-    codes_.drain(16, reinterpret_cast<uint64_t*>(split_sum_.data()));
-    move_split_sums(code_sum_.data());
-    for (int r = 0; r < rows_; ++r) add_correction(r);
-  }
-
-  /// Adds split_sum_ to sums in the order of channels, (G, D), and leaves it empty.
-  void move_split_sums(int64_t* to) {
-    for (int r = 0; r < rows_; ++r) {
-      int64_t *const sum = &split_sum_[r * D], *const channel = to + r * D;
-      for (int i = 0; i < kHalf; ++i) {
-        channel[2 * i] += sum[i];
-        channel[2 * i + 1] += sum[kHalf + i];
-      }
-      std::fill_n(sum, D, 0);
-    }
-  }
-
-  void add_correction(int r) {
-    const plan::HeadPage page = g_->page_of(g_->fit_mark - 1);
-    const int64_t fit = plan::fit_slot(g_->fit_mark, layout_.page_size) * numerics::kRank;
-    const double unit = std::ldexp(1.0, 12 + g_->fit_shift[r] - g_->e_exponent[r]);
-    const int64_t* sum = &code_sum_[r * D];
-    uint64_t* num = reinterpret_cast<uint64_t*>(out_->num.data()) + r * D;
-    for (int64_t direction = fit; direction < fit + numerics::kRank; ++direction) {
-      const int8_t* in = page.fit_in + direction * D;
-      const int8_t* out = page.fit_out + direction * D;
-      int64_t t = 0;
-      for (int c = 0; c < D; ++c) t += in[c] * sum[c];
-      if (t == 0) continue;
-      const double scale = static_cast<double>(page.fit_scale[direction]) * unit;
-      for (int c = 0; c < D; ++c) {
-        double phi = std::rint(out[c] * scale);
-        if (!(std::abs(phi) <= 2147483647.0)) phi = 0;  // a damaged fit may be NaN
-        num[c] += static_cast<uint64_t>(t) * static_cast<uint64_t>(static_cast<int64_t>(phi));
-      }
     }
   }
 
@@ -390,29 +310,22 @@ class RangeWorker {
   const Group* g_ = nullptr;
   RangeSums* out_ = nullptr;
   CacheLayout layout_;
-  bool correct_ = false, every_value_ = false;
+  bool every_value_ = false;
   int tiles_ = 0;  // of a chunk
 
   RowScales level_0_, level_1_;
   ValueGates usual_gates_[kMaxRows];
-  float unit_[kMaxRows];        // 1 / E
-  double mean_unit_[kMaxRows];  // the same
+  float unit_[kMaxRows];  // 1 / E
 
   std::vector<Chunk> chunks_;
   RowTile<int32_t> dot_;
   RowTile<uint32_t> weight_;
-  RowTile<uint8_t> code_;
   alignas(64) float value_scale_[kChunk];
 
-  std::vector<typename Ops::ReadSums> read_;    // (G,)
-  std::vector<typename Ops::LaneSum> dropped_;  // (G,) without the tail model
-  RowSums<Ops, SplitRow> values_;               // plane a
-  RowSums<Ops, PlainRow> low_values_;           // plane b
-  RowBatch<Ops, PlainRow, 4> means_;
-  typename Ops::template Sums<1> codes_;  // plane h's codes, split
-  RowBatch<Ops, CodeRow, 2> code_means_;  // C_b is at most 64 * 255
-  int64_t code_mass_[kMaxRows];
-  Buffer<int64_t> code_sum_;   // (G, D): S of section 7
+  std::vector<typename Ops::ReadSums> read_;  // (G,)
+  RowSums<Ops, SplitRow> values_;             // plane a
+  RowSums<Ops, PlainRow> low_values_;         // plane b
+  DroppedKeys<Ops> dropped_;
   Buffer<int64_t> split_sum_;  // (G, D) in the order of split rows; empty but in finish()
 };
 
