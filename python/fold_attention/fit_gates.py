@@ -128,20 +128,24 @@ def fit(cases: list[Case], targets: list[float], starts: list[Gates], fixed: fro
 
     free = [i for i in range(5) if i not in fixed]
 
+    def follow(lowest: float, best: Gates, move: dict[int, float]) -> tuple[float, Gates]:
+        """As often as it helps."""
+        while True:
+            trial = tuple(gate + move.get(i, 0.0) for i, gate in enumerate(best))
+            if (value := cost(trial)) >= lowest - 1e-5:
+                return lowest, best
+            lowest, best = value, trial
+
     def search(best: Gates) -> tuple[float, Gates]:
         lowest = cost(best)
         for step in (1.0, 0.5):
             moves = [{i: change} for i in free for change in (-step, step)]
             moves += [{i: step, j: -change} for i in free for j in free if i != j for change in (step, 2 * step)]
-            improved = True
-            while improved:
-                improved = False
+            before = math.inf
+            while lowest < before:
+                before = lowest
                 for move in moves:
-                    while True:
-                        trial = tuple(gate + move.get(i, 0.0) for i, gate in enumerate(best))
-                        if (value := cost(trial)) >= lowest - 1e-5:
-                            break
-                        best, lowest, improved = trial, value, True
+                    lowest, best = follow(lowest, best, move)
         return lowest, best
 
     return min(search(start) for start in starts)[1]

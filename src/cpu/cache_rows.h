@@ -1,6 +1,7 @@
 #pragma once
 #include "cpu/cache_kernels.h"
 #include "cpu/convert.h"
+#include "cpu/head_dim.h"
 #include "cpu/tail_solve.h"
 #include "cpu/tail_sums.h"
 #include "numerics/block.h"
@@ -25,14 +26,6 @@ uint16_t write_row_of(const void* data, DType dtype, int64_t offset, const RowOu
     for (int i = 0; i < D; ++i) out.b[i] = b[i];
   }
   return scale;
-}
-
-/// Calls f with the head dim as a constant.
-template <typename F>
-inline auto with_head_dim(int head_dim, F f) {
-  if (head_dim == 64) return f(std::integral_constant<int, 64>{});
-  if (head_dim == 128) return f(std::integral_constant<int, 128>{});
-  return f(std::integral_constant<int, 256>{});
 }
 
 uint16_t write_row(const void* data, DType dtype, int64_t offset, int head_dim, const RowOut& out) {

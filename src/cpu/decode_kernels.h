@@ -2,6 +2,7 @@
 #include <memory>
 
 #include "cpu/decode_worker.h"
+#include "cpu/head_dim.h"
 
 // An instruction set's kernels from its operations.
 namespace fold::cpu {
@@ -51,31 +52,21 @@ void score_rows(const Group& g, const int64_t* keys, int count, float* logits) {
   }
 }
 
-/// Picks the operations for the head dim.
 template <template <int> class Ops>
 void sum_range(const Group& group, int64_t tile_begin, int64_t tile_end, RangeSums& sums) {
-  if (group.head_dim == 64) return sum_rows<Ops<64>>(group, tile_begin, tile_end, sums);
-  if (group.head_dim == 128) return sum_rows<Ops<128>>(group, tile_begin, tile_end, sums);
-  sum_rows<Ops<256>>(group, tile_begin, tile_end, sums);
+  with_head_dim(group.head_dim, [&](auto d) { sum_rows<Ops<d()>>(group, tile_begin, tile_end, sums); });
 }
 
 template <template <int> class Ops>
 void score_keys(const Group& group, const int64_t* keys, int count, float* logits) {
-  if (group.head_dim == 64) return score_rows<Ops<64>>(group, keys, count, logits);
-  if (group.head_dim == 128) return score_rows<Ops<128>>(group, keys, count, logits);
-  score_rows<Ops<256>>(group, keys, count, logits);
-}
-
-template <int D>
-uint16_t split_row_of(float* x, int8_t* a, int8_t* b) {
-  numerics::rotate(x, D);
-  return numerics::split_row(x, D, a, b);
+  with_head_dim(group.head_dim, [&](auto d) { score_rows<Ops<d()>>(group, keys, count, logits); });
 }
 
 inline uint16_t split_row(float* x, int head_dim, int8_t* a, int8_t* b) {
-  if (head_dim == 64) return split_row_of<64>(x, a, b);
-  if (head_dim == 128) return split_row_of<128>(x, a, b);
-  return split_row_of<256>(x, a, b);
+  return with_head_dim(head_dim, [&](auto d) {
+    numerics::rotate(x, d());
+    return numerics::split_row(x, d(), a, b);
+  });
 }
 
 inline void weigh_logits(const float* logits, int64_t count, float largest, uint32_t* out) {

@@ -141,7 +141,8 @@ class _Rows:
             self.finer += np.where(coarse, k, 0)
             self.valid &= np.isfinite(self.z)
             pending &= self.valid
-        self.valid &= (self.sums.den >= 2**24) & (self.sums.den < SATURATED) & mass_holds(*self._masses())
+        # Sums may be finished whose reference only a row that spreads would have run again for.
+        self.valid &= holds(self.sums.den, np.zeros_like(self.spread)) & mass_holds(*self._masses())
 
     def _masses(self) -> tuple[I64, I64, int]:
         return self.sums.den, self.sums.mass, self.token.keys.count
