@@ -54,10 +54,13 @@ struct RowMass {
 constexpr float kFreeSpread = 4.0f;  ///< rows of a larger spread rest on many keys
 
 /// Whether 2^(LSE - Z) is in [1/4, 64), or in [1/2, 64) where the row rests on many keys: what it leaves unread for
-/// want of a bit, it leaves unread of them all.
+/// want of a bit, it leaves unread of them all. A sample that makes the total 2^h too large makes the spread, in which
+/// the total counts twice, up to 2 h too large.
 FOLD_HD bool reference_holds(int64_t den, float spread) {
-  const int high = spread > kFreeSpread ? 1 : 2;
-  return den >= (int64_t{1} << (kFraction - high)) && den < 0xFFFFFFFFll;
+  if (den >= 0xFFFFFFFFll || den < (int64_t{1} << (kFraction - 2))) return false;
+  if (den >= int64_t{1} << (kFraction - 1)) return true;
+  const float high = sub(kFraction, log2(static_cast<float>(den)));
+  return !(sub(spread, mul(2.0f, high)) > kFreeSpread);
 }
 
 /// Whether the sums are those of weights none of which saturated, and the numerator is in range. E of the first run

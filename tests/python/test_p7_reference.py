@@ -127,6 +127,26 @@ def test_a_wrong_reference_of_partials_is_reported():
     assert bool(fold_attn_with_kvcache(q, cache).isfinite().all())
 
 
+def test_a_sample_that_says_too_much_is_no_reason_to_run_again():
+    """Two sampled keys far above the other samples make Z more than a bit too high, and the spread too large with it:
+    the row, half of whose mass is on one key, is as good as with an exact reference."""
+    n = 3000
+    above = [key for key in sorted(sampled(n)) if 0 < key < n - 63][40:42]
+    logits = torch.zeros(n)
+    logits[0] = math.log(n)
+    logits[above] = math.log(0.157 * n)
+    q = torch.ones(1, 1, 64)
+    k, v = (logits / 8)[:, None, None].expand(n, 1, 64), torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(7))
+    cache = filled([n], [(q.expand(n, -1, -1), k, v)])
+    out, lse, info = cache.attend(q, return_lse=True, return_info=True)
+    z, _, spread = partial_attention(q, cache, 0, n).grid.flatten().tolist()
+    assert 1 < z - lse.item() / math.log(2) < 2
+    assert 4 < spread < 6
+    assert not info["recomputed"].any()
+    reference, _ = exact(q, k, v)
+    assert (out - reference).norm() < bf16_error(q, k, v, reference)
+
+
 def test_logits_that_are_all_equal_or_all_huge():
     """Rows whose logits are 0, or +-1e4 and more: the mean of V, the exact row."""
     v = torch.randn(1, 700, 1, 64)

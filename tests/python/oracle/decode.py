@@ -43,7 +43,9 @@ class RowGroup:
 
 def holds(den: I64, spread: F32) -> Bool:
     """Whether the references of rows hold."""
-    return np.asarray((den >= np.where(spread > CONCENTRATED, 2**25, 2**24)) & (den < SATURATED))
+    high = np.float32(26) - log2(f32(den))
+    concentrated = ~(spread - np.float32(2) * high > CONCENTRATED)
+    return np.asarray((den >= np.where(concentrated, 2**24, 2**25)) & (den < SATURATED))
 
 
 def mass_holds(den: I64, mass: I64, count: int) -> Bool:
