@@ -11,18 +11,19 @@ __device__ uint16_t NarrowSummer<D, Quads>::of_block(unsigned pair) const {
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::score(bool mine, unsigned parity) {
-  if (!mine) {
-    __syncthreads();  // as below
+__device__ void NarrowSummer<D, Quads>::score(unsigned parity) {
+  float x[8][Quads];
+  if (w_.place.tile != kNoTile) {
+    ptx::wait_copies();
+    __syncwarp();
+    ptx::wait_barrier(ptx::shared_address(&w_.barrier), parity);
+  }
+  unsigned wanted = scan(x);
+  __syncthreads();  // the values of the chunk before are done with what the rest overwrites
+  if (w_.place.tile == kNoTile) {
     if (lane_ == 0) w_.slots = w_.low = w_.live = w_.rounds = w_.coded = 0;
     return;
   }
-  float x[8][Quads];
-  ptx::wait_copies();
-  __syncwarp();
-  ptx::wait_barrier(ptx::shared_address(&w_.barrier), parity);
-  unsigned wanted = scan(x);
-  __syncthreads();  // the values of the chunk before are done with what the rest overwrites
   store_x(x);
   const int tile = w_.place.tile;
   wanted = layout_.k_bits >= 8

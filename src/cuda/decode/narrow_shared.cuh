@@ -6,6 +6,7 @@ namespace fold::cuda {
 
 constexpr int kChunkTiles = 4;  ///< tiles of a chunk, warps of a CTA
 constexpr int kNarrowThreads = 32 * kChunkTiles;
+constexpr int kNoTile = -1;  ///< a warp's at the end of a range
 constexpr int kSlots = 32;         ///< V rows of a tile that are multiplied in a round
 constexpr int kLowSlots = 16;      ///< and V's b rows
 constexpr int kFlushChunks = 128;  ///< 2^15 keys: no 32-bit sum of products of bytes overflows before
@@ -26,7 +27,7 @@ struct NarrowShared {
   };
   struct Place {  // of a warp's tile
     const uint8_t* page;
-    int tile, slot;                        // its index, the slot of its first key
+    int tile, slot;                        // its index, or kNoTile; the slot of its first key
     int next_slot, next_index, next_page;  // of the next chunk's tile: slot, its page's place in the table, that page
     unsigned bound, mean_scale;            // of its block, where it is settled, and of that one's neighbour
   };

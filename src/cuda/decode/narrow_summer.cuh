@@ -49,14 +49,15 @@ class NarrowSummer {
 
   __device__ void start(int tile_begin, int tile_end);
 
-  /// Sends for the tile after that of s_.place and for what else is known of it.
+  /// Sends for the tile after that of s_.place and for what else is known of it, if it is of the range.
   __device__ void send(int tile, int tile_end);
 
   /// The block's own of a Place's two.
   __device__ uint16_t of_block(unsigned pair) const;
 
-  /// Everything about one tile up to the fetch of its values.
-  __device__ void score(bool mine, unsigned parity);
+  /// Everything about one tile up to the fetch of its values. A warp without one scans what is left of
+  /// another, for all warps to meet at the same place.
+  __device__ void score(unsigned parity);
 
   /// Level 0. Returns which of the lane's keys ask for K's l.
   __device__ unsigned scan(float (&x)[8][Quads]);

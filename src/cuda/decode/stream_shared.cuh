@@ -65,6 +65,7 @@ struct StreamShared {
     unsigned long long num[2][kRows][D];  // of nibbles and of bytes, once there is nothing more to scan
   };
   uint64_t barrier[kScanWarps][kStages + 1];  // of the tiles, and of k_b
+  uint64_t met;                               // of all warps, a lane each
   alignas(128) uint8_t nibble_rows[kNibbleBlocks][kQueueBlock * D], byte_rows[kByteBlocks][kQueueBlock * D];
   RowQueue<kRows, kNibbleBlocks> nibbles;
   RowQueue<kRows, kByteBlocks> bytes_of_v;

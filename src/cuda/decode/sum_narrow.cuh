@@ -20,22 +20,21 @@ __device__ void NarrowSummer<D, Quads>::run() {
   const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
   start(tile_begin, tile_end);
   for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {
-    const bool mine = tile + warp_ < tile_end;
-    score(mine, (tile - tile_begin) / kChunkTiles % 2);
+    score((tile - tile_begin) / kChunkTiles % 2);
     __syncthreads();  // what was scored is in shared memory
     add_codes();
     ptx::wait_copies();
     store_mean(0);
     __syncthreads();  // the V rows are there, K's tiles are free
     const Place done = w_.place;
-    if (tile + kChunkTiles + warp_ < tile_end) send(tile + kChunkTiles + warp_, tile_end);
+    send(tile + kChunkTiles + warp_, tile_end);
     add_mean_codes();
     const int rounds = max(max(s_.warp[0].rounds, s_.warp[1].rounds), max(s_.warp[2].rounds, s_.warp[3].rounds));
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
       if (round > 0) {
         __syncthreads();
-        if (mine) gather_values(done, round);
+        gather_values(done, round);
         ptx::wait_copies();
         store_mean(round);
         __syncthreads();
@@ -72,7 +71,7 @@ __device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
     w_.place.next_page = *page_entry(key / page_size);
   }
   __syncthreads();
-  if (tile_begin + warp_ < tile_end) send(tile_begin + warp_, tile_end);
+  send(tile_begin + warp_, tile_end);
   const GroupState& g = task_.g;
   for (int r = threadIdx.x; r < kRows; r += kNarrowThreads) {
     typename Shared::Row& row = s_.row[r];
@@ -123,6 +122,11 @@ __device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::send(int tile, int tile_end) {
   Place& place = w_.place;
+  if (tile >= tile_end) {
+    if (lane_ == 0) place.tile = kNoTile;
+    __syncwarp();
+    return;
+  }
   const uint8_t* const page = p_.cache.pages + place.next_page * p_.cache.page_stride;
   const int slot = place.next_slot, page_size = static_cast<int>(layout_.page_size);
   int next_slot = slot + kChunkTiles * kTile, next_index = place.next_index;

@@ -32,7 +32,7 @@ __device__ uint4 fragment_of(const GroupState& g, int row, int fragment, int lan
 
 /// Waits for what was declared of the group: fragments and constants of its queries, and sums of zero. Everything is
 /// loaded at once, before it is known which rows are active. Scan warps and value warps come from different places,
-/// which __syncthreads does not allow.
+/// which neither __syncthreads nor a named barrier of a whole CTA allows.
 template <int D, int Quads>
 __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads>& shared) {
   using Shared = StreamShared<D, Quads>;
@@ -45,8 +45,12 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
     const int lane = i % 32, fragment = i / 32 % Shared::kFragments, t = i / 32 / Shared::kFragments;
     shared.fragment[t][fragment][lane] = fragment_of<D>(task.g, min(4 * t + lane / 8, last), fragment, lane);
   }
-  const auto meet = [] { ptx::sync_named(1, Shared::kThreads); };
-  meet();  // it is known now
+  const auto meet = [&](uint32_t parity) {
+    __syncwarp();
+    if (r % 32 == 0) ptx::arrive(ptx::shared_address(&shared.met));
+    ptx::wait_barrier(ptx::shared_address(&shared.met), parity);
+  };
+  meet(0);  // it is known now
   if (r < Shared::kRows) {
     const bool active = r <= last && (task.active >> r & 1) != 0;
     if (!active) state = {.z = INFINITY};  // asks for nothing, weighs nothing
@@ -69,7 +73,7 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
   }
-  meet();
+  meet(1);
 }
 
 template <int D, int Quads>
@@ -122,6 +126,7 @@ class StreamSummer {
     }
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x < kBarriers) ptx::init_barrier(ptx::shared_address(s_.barrier[0] + threadIdx.x), 32);
+    if (threadIdx.x == kBarriers) ptx::init_barrier(ptx::shared_address(&s_.met), kThreads / 32);
     if (warp == kBarriers / 32 + 1) s_.nibbles.init(lane, kMembers);
     if (warp == kBarriers / 32 + 2) s_.bytes_of_v.init(lane, kMembers);
     __syncthreads();
@@ -161,6 +166,7 @@ class StreamSummer {
     // Another item may follow, whose first tiles arrive in the place of the numerators.
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x < kBarriers) ptx::invalidate_barrier(ptx::shared_address(s_.barrier[0] + threadIdx.x));
+    if (threadIdx.x == kBarriers) ptx::invalidate_barrier(ptx::shared_address(&s_.met));
     if (warp == kBarriers / 32 + 1) s_.nibbles.invalidate(lane);
     if (warp == kBarriers / 32 + 2) s_.bytes_of_v.invalidate(lane);
     __syncthreads();
