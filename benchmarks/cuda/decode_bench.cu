@@ -1,7 +1,8 @@
 // Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
 // rows needed and their rate, request 0's error against fp64. L2 is evicted before every step by writing 256 MB and
-// then reading other 256 MB. decode_bench [NAME [tail|no-tail [DEPTH ...]]]: the shapes whose name contains NAME, with
-// or without the tail model, at these depths (inf: every V is read).
+// then reading other 256 MB. decode_bench [NAME [tail|no-tail|append [DEPTH ...]]]: the shapes whose name contains NAME,
+// with or without the tail model, at these depths (inf: every V is read); append: without it, and each step also brings
+// every request a key, of zeros.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -244,8 +245,45 @@ double relative_error(const std::vector<float>& got, const std::vector<double>& 
   return std::sqrt(square / whole);
 }
 
-void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
-  const Cache cache(s, tail);
+/// A step's write: a key and a value of zeros for each request, behind the keys that it holds.
+struct Append {
+  Append(const Cache& cache, const Shape& s, const int32_t* before) {
+    const auto rows = static_cast<size_t>(s.batch * s.kv_heads * s.head_dim);
+    zeros = device_array(std::vector<float>(rows));
+    int32_t* counts = device_array(std::vector<int32_t>(static_cast<size_t>(2 * s.batch)));
+    params.write.cache = {cache.data, cache.sections.bytes, cache.num_pages, cache.layout, cache.sections};
+    params.write.k = params.write.v = zeros;
+    params.write.k_dtype = params.write.v_dtype = DType::f32;
+    params.write.k_stride_t = params.write.v_stride_t = s.kv_heads * s.head_dim;
+    params.write.k_stride_h = params.write.v_stride_h = s.head_dim;
+    params.write.block_table = cache.block_table;
+    params.write.block_table_stride = params.max_pages = cache.pages_of_request;
+    params.write.seqlens = before;
+    params.write.batch = s.batch;
+    params.tokens = 1;
+    params.lengths = counts;
+    params.token_counts = counts + s.batch;
+    check(cudaMalloc(&workspace, fold::cuda::step_write_workspace(params)));
+  }
+  ~Append() {
+    cudaFree(zeros);
+    cudaFree(params.lengths);
+    cudaFree(workspace);
+  }
+  Append(const Append&) = delete;
+  Append& operator=(const Append&) = delete;
+
+  float* zeros = nullptr;
+  fold::plan::StepParams params{};
+  void* workspace = nullptr;
+};
+
+struct Kind {
+  bool tail, append;
+};
+
+void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
+  const Cache cache(s, kind.tail);
   const std::vector<float> all_queries = queries(s);
   const std::vector<double> want = reference(s, cache.k, cache.v, all_queries);
   const size_t rows = static_cast<size_t>(s.batch * s.heads);
@@ -255,6 +293,7 @@ void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evi
   uint8_t* again = device_array(std::vector<uint8_t>(rows));
   int64_t* bytes = device_array(std::vector<int64_t>(static_cast<size_t>(s.batch * s.kv_heads)));
   int32_t* lengths = device_array(std::vector<int32_t>(static_cast<size_t>(s.batch), static_cast<int32_t>(s.keys)));
+  const Append append(cache, s, lengths);
   for (const float depth : depths_wanted) {
     float* depths = device_array(std::vector<float>{depth});
     fold::plan::DecodeParams p{};
@@ -264,7 +303,8 @@ void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evi
     p.q_stride_b = p.out_stride_b = p.q_stride_t = p.out_stride_t = s.heads * s.head_dim;
     p.block_table = cache.block_table;
     p.block_table_stride = cache.pages_of_request;
-    p.seqlens = lengths;
+    p.seqlens = kind.append ? append.params.lengths : lengths;
+    p.q_lens = kind.append ? append.params.token_counts : nullptr;
     p.depth = depths;
     p.qk_scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(s.head_dim)));
     p.window_left = -1;
@@ -281,7 +321,9 @@ void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evi
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    fold::cuda::decode(p, {.max_pages = cache.pages_of_request}, workspace, stream);
+    if (kind.append) fold::cuda::step_write(append.params, append.workspace, stream);
+    fold::cuda::decode(p, {.max_pages = cache.pages_of_request, .written = kind.append ? &append.params : nullptr},
+                       workspace, stream);
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     const Times t = time_of([&] { check(cudaGraphLaunch(executable, stream)); }, evict, stream);
@@ -292,7 +334,7 @@ void run(const Shape& s, bool tail, const std::vector<float>& depths_wanted, Evi
     std::printf(
         "%-22s %s depth %4.1f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, error %.1e, %4.1f %% kept, %ld of %zu rows "
         "again\n",
-        s.name, tail ? "tail" : "no tail", depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        s.name, kind.tail ? "tail" : kind.append ? "append" : "no tail", depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
         relative_error(host_copy(out, want.size()), want),
         100 * std::accumulate(shares.begin(), shares.end(), 0.0) / static_cast<double>(rows),
         std::accumulate(reruns.begin(), reruns.end(), 0L), rows);
@@ -313,11 +355,12 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
   Evictor evict;
-  const bool tail = argc < 3 || std::strcmp(argv[2], "no-tail") != 0;
+  const bool append = argc >= 3 && std::strcmp(argv[2], "append") == 0;
+  const Kind kind{argc < 3 || std::strcmp(argv[2], "tail") == 0, append};
   std::vector<float> depths;
   for (int i = 3; i < argc; ++i) depths.push_back(std::strtof(argv[i], nullptr));
   if (depths.empty()) depths = {12.0f, 16.0f, std::numeric_limits<float>::infinity()};
   for (const Shape& shape : kShapes) {
-    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, tail, depths, evict, stream);
+    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, kind, depths, evict, stream);
   }
 }

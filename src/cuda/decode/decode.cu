@@ -146,6 +146,7 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
+constexpr int kFine = 8;  ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
 template <int D, int Quads, bool Tail>
@@ -160,7 +161,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   const auto splits = [&](int64_t wanted, int most) {
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
   };
-  step.splits = splits(step.params.splits > 0 ? step.params.splits : ctas / (groups * step.parts), kMostSplits);
+  // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
+  const int64_t at_once = ctas / (groups * step.parts), early = (ctas - groups) / (groups * step.parts);
+  step.splits = splits(step.params.splits > 0 ? step.params.splits : early >= kFine ? early : at_once, kMostSplits);
   const auto prepare = [&](auto warps) {
     constexpr int kWarps = warps();
     launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,
