@@ -1,8 +1,8 @@
 // Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
 // rows needed and their rate, request 0's error against fp64. L2 is evicted before every step by writing 256 MB and
-// then reading other 256 MB. decode_bench [NAME [tail|no-tail|append [DEPTH ...]]]: the shapes whose name contains NAME,
-// with or without the tail model, at these depths (inf: every V is read); append: without it, and each step also brings
-// every request a key, of zeros.
+// then reading other 256 MB. decode_bench [NAME [tail|no-tail|append [DEPTH ...]]]: the shapes whose name contains
+// NAME, with or without the tail model, at these depths (inf: every V is read); append: without it, and each step also
+// brings every request a key, of zeros.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -334,7 +334,11 @@ void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evi
     std::printf(
         "%-22s %s depth %4.1f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, error %.1e, %4.1f %% kept, %ld of %zu rows "
         "again\n",
-        s.name, kind.tail ? "tail" : kind.append ? "append" : "no tail", depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        s.name,
+        kind.tail     ? "tail"
+        : kind.append ? "append"
+                      : "no tail",
+        depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
         relative_error(host_copy(out, want.size()), want),
         100 * std::accumulate(shares.begin(), shares.end(), 0.0) / static_cast<double>(rows),
         std::accumulate(reruns.begin(), reruns.end(), 0L), rows);

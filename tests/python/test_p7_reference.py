@@ -136,7 +136,10 @@ def test_a_sample_that_says_too_much_is_no_reason_to_run_again():
     logits[0] = math.log(n)
     logits[above] = math.log(0.157 * n)
     q = torch.ones(1, 1, 64)
-    k, v = (logits / 8)[:, None, None].expand(n, 1, 64), torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(7))
+    k, v = (
+        (logits / 8)[:, None, None].expand(n, 1, 64),
+        torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(7)),
+    )
     cache = filled([n], [(q.expand(n, -1, -1), k, v)])
     out, lse, info = cache.attend(q, return_lse=True, return_info=True)
     z, _, spread = partial_attention(q, cache, 0, n).grid.flatten().tolist()

@@ -146,7 +146,7 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
-constexpr int kFine = 8;  ///< ranges of a group from which on one more or less makes little difference
+constexpr int kFine = 8;           ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
 template <int D, int Quads, bool Tail>

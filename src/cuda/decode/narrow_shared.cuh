@@ -6,7 +6,7 @@ namespace fold::cuda {
 
 constexpr int kChunkTiles = 4;  ///< tiles of a chunk, warps of a CTA
 constexpr int kNarrowThreads = 32 * kChunkTiles;
-constexpr int kNoTile = -1;  ///< a warp's at the end of a range
+constexpr int kNoTile = -1;        ///< a warp's at the end of a range
 constexpr int kSlots = 32;         ///< V rows of a tile that are multiplied in a round
 constexpr int kLowSlots = 16;      ///< and V's b rows
 constexpr int kFlushChunks = 128;  ///< 2^15 keys: no 32-bit sum of products of bytes overflows before
