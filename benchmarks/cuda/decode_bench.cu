@@ -44,13 +44,19 @@ std::vector<T> host_copy(const T* data, size_t size) {
 struct Shape {
   const char* name;
   int64_t batch, keys, heads, kv_heads, head_dim;
+  int64_t others = keys;  // keys of all requests but the first
 };
-constexpr Shape kShapes[] = {
-    {"B8 S32768 H32/8 D128", 8, 32768, 32, 8, 128},  {"B32 S8192 H32/8 D128", 32, 8192, 32, 8, 128},
-    {"B1 S32768 H32/8 D128", 1, 32768, 32, 8, 128},  {"B1 S131072 H32/8 D128", 1, 131072, 32, 8, 128},
-    {"B8 S32768 H64/8 D128", 8, 32768, 64, 8, 128},  {"B8 S32768 H64/8 D64", 8, 32768, 64, 8, 64},
-    {"B4 S32768 H96/8 D128", 4, 32768, 96, 8, 128},  {"B64 S2048 H32/8 D128", 64, 2048, 32, 8, 128},
-    {"B256 S1024 H32/8 D128", 256, 1024, 32, 8, 128}};
+constexpr Shape kShapes[] = {{"B8 S32768 H32/8 D128", 8, 32768, 32, 8, 128},
+                             {"B32 S8192 H32/8 D128", 32, 8192, 32, 8, 128},
+                             {"B1 S32768 H32/8 D128", 1, 32768, 32, 8, 128},
+                             {"B1 S131072 H32/8 D128", 1, 131072, 32, 8, 128},
+                             {"B8 S32768 H64/8 D128", 8, 32768, 64, 8, 128},
+                             {"B8 S32768 H64/8 D64", 8, 32768, 64, 8, 64},
+                             {"B4 S32768 H96/8 D128", 4, 32768, 96, 8, 128},
+                             {"B64 S2048 H32/8 D128", 64, 2048, 32, 8, 128},
+                             {"B256 S1024 H32/8 D128", 256, 1024, 32, 8, 128},
+                             {"one S65536, 31 S1024 H32/8 D128", 32, 65536, 32, 8, 128, 1024},
+                             {"one S65536, 255 S1024 H32/8 D128", 256, 65536, 32, 8, 128, 1024}};
 
 __global__ void read_all(const uint4* data, int64_t size, unsigned* sink) {
   unsigned sum = 0;
@@ -151,22 +157,27 @@ std::vector<float> sink_keys(const Shape& s) {
   return keys;
 }
 
-/// Requests of the same length, each with keys and values of its own.
+/// Requests each with keys and values of its own.
 struct Cache {
   Cache(const Shape& s, bool tail) : layout{.n_kv_heads = s.kv_heads, .head_dim = s.head_dim, .tail = tail} {
     sections = fold::page_sections(layout);
-    const int64_t pages = s.keys / layout.page_size + 1, row = s.kv_heads * s.head_dim, size = s.keys * row;
+    const auto pages_for = [&](int64_t keys) { return keys / layout.page_size + 1; };
+    const int64_t pages = pages_for(s.keys), row = s.kv_heads * s.head_dim, size = s.keys * row;
     pages_of_request = pages;
-    num_pages = pages * s.batch;
-    std::vector<int32_t> table(static_cast<size_t>(num_pages));
-    std::iota(table.begin(), table.end(), 0);
+    std::vector<int32_t> table(static_cast<size_t>(s.batch * pages), -1);
+    for (int64_t b = 0; b < s.batch; ++b) {
+      const int64_t held = b == 0 ? pages : pages_for(s.others);
+      std::iota(table.begin() + b * pages, table.begin() + b * pages + held, static_cast<int32_t>(num_pages));
+      num_pages += held;
+    }
     block_table = device_array(table);
     check(cudaMalloc(&data, sections.bytes * num_pages));
     const std::vector<float> sinks = sink_keys(s);
     float *k_rows = device_array(std::vector<float>(static_cast<size_t>(size))),
           *v_rows = device_array(std::vector<float>(static_cast<size_t>(size)));
     int32_t *before = device_array(std::vector<int32_t>{0}),
-            *ends = device_array(std::vector<int32_t>{0, static_cast<int32_t>(s.keys)});
+            *ends = device_array(std::vector<int32_t>{0, static_cast<int32_t>(s.keys)}),
+            *other_ends = device_array(std::vector<int32_t>{0, static_cast<int32_t>(s.others)});
     fold::plan::CacheWriteParams p{};
     p.cache = {data, sections.bytes, num_pages, layout, sections};
     p.k = k_rows;
@@ -176,7 +187,6 @@ struct Cache {
     p.k_stride_h = p.v_stride_h = s.head_dim;
     p.block_table_stride = pages;
     p.seqlens = before;
-    p.cu_seqlens = ends;
     p.batch = 1;
     const fold::plan::CacheWriteBounds bounds{.tokens = s.keys, .max_pages = pages};
     void* workspace = nullptr;
@@ -186,14 +196,15 @@ struct Cache {
       fill_normal<<<1056, 256>>>(v_rows, size, static_cast<uint32_t>(2 * b + 1));
       check(cudaMemcpy(k_rows, sinks.data(), sinks.size() * sizeof(float), cudaMemcpyHostToDevice));
       p.block_table = block_table + b * pages;
-      fold::cuda::cache_write(p, bounds, workspace, nullptr);
+      p.cu_seqlens = b == 0 ? ends : other_ends;
+      fold::cuda::cache_write(p, {.tokens = b == 0 ? s.keys : s.others, .max_pages = pages}, workspace, nullptr);
       if (b > 0) continue;
       k = host_copy(k_rows, static_cast<size_t>(size));
       v = host_copy(v_rows, static_cast<size_t>(size));
     }
     check(cudaDeviceSynchronize());
     for (void* used : {static_cast<void*>(k_rows), static_cast<void*>(v_rows), static_cast<void*>(before),
-                       static_cast<void*>(ends), workspace})
+                       static_cast<void*>(ends), static_cast<void*>(other_ends), workspace})
       cudaFree(used);
   }
   ~Cache() {
@@ -292,7 +303,9 @@ void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evi
   float* kept = device_array(std::vector<float>(rows));
   uint8_t* again = device_array(std::vector<uint8_t>(rows));
   int64_t* bytes = device_array(std::vector<int64_t>(static_cast<size_t>(s.batch * s.kv_heads)));
-  int32_t* lengths = device_array(std::vector<int32_t>(static_cast<size_t>(s.batch), static_cast<int32_t>(s.keys)));
+  std::vector<int32_t> keys(static_cast<size_t>(s.batch), static_cast<int32_t>(s.others));
+  keys[0] = static_cast<int32_t>(s.keys);
+  int32_t* lengths = device_array(keys);
   const Append append(cache, s, lengths);
   for (const float depth : depths_wanted) {
     float* depths = device_array(std::vector<float>{depth});

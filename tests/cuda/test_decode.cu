@@ -84,6 +84,23 @@ TEST_P(DecodeDevice, NeighboursChangeNoBit) {
   expect_same(all.bytes, alone.bytes, "bytes");
 }
 
+TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
+  Case c = plain();
+  c.layout.n_kv_heads = 1;
+  c.layout.head_dim = 64;
+  for (const size_t at : {size_t{0}, size_t{299}, size_t{601}}) {  // more of them than a CTA has threads
+    SCOPED_TRACE("request " + std::to_string(at));
+    c.lengths.assign(602, 0);
+    for (size_t i = 0; i < c.lengths.size(); i += 3) c.lengths[i] = static_cast<int32_t>(1 + i % 70);
+    c.lengths[at] = 6000;
+    compare(c);
+  }
+  c.lengths = {70, 3000, 1, 0, 1300, 64};
+  c.tokens = 4;
+  c.q_lens = {4, 1, 1, 0, 3, 4};
+  compare(c);
+}
+
 TEST_P(DecodeDevice, WindowsAndSinks) {
   for (const int64_t window : {0, 1, 63, 64, 200, 1000, 5000}) {
     for (const bool sinks : {false, true}) {

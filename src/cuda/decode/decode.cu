@@ -3,6 +3,7 @@
 
 #include "cuda/decode/decode.h"
 #include "cuda/decode/finish.cuh"
+#include "cuda/decode/share_out.cuh"
 #include "cuda/decode/sum_any.cuh"
 #include "cuda/decode/sum_narrow.cuh"
 #include "cuda/decode/sum_stream.cuh"
@@ -40,7 +41,7 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
   if (threadIdx.x == 0) {
     __threadfence();
     const unsigned before = atomicAdd(&task.g.head->arrivals, 1u);
-    last = before + 1 == static_cast<unsigned>(step.parts * step.splits);
+    last = before + 1 == static_cast<unsigned>(step.parts * task.splits);
     rows_again = 0;
     __threadfence();
   }
@@ -76,9 +77,6 @@ __device__ void run_item(const Step& step, const Item& item, RangeTask& task, Sh
   if (task.seen != 0) end_item<D, Summer::kTail>(step, item, task);
 }
 
-/// The n-th item of a group.
-__device__ Item item_of(const Step& step, int group, int n) { return {group, n / step.splits, n % step.splits}; }
-
 /// The next item of a group that runs again, if there is one before all of those are finished. Waiting CTAs wait for
 /// running ones only, since an item belongs to whoever took it: no CTA has to be resident for others to get on.
 __device__ bool take_item(const Step& step, Item& item) {
@@ -92,7 +90,8 @@ __device__ bool take_item(const Step& step, Item& item) {
   while (*open != 0) {
     const int group = entry < step.workspace.groups * Workspace::kReruns ? entries[entry] : -1;
     if (group >= 0) {
-      item = item_of(step, group, static_cast<int>(n % per_group));
+      const int of_group = static_cast<int>(n % per_group);
+      item = {group, of_group / step.splits, of_group % step.splits, step.splits};
       __threadfence();  // what led to it is seen
       return true;
     }
@@ -112,17 +111,21 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
   __shared__ RangeTask task;
+  __shared__ ShareOut given;
   __shared__ Item item;
   __shared__ bool more;
-  if (step.again) ptx::wait_for_earlier_kernels();
+  if (step.again) {
+    ptx::wait_for_earlier_kernels();
+  } else {
+    share_out(step, static_cast<int>(blockIdx.x), given);
+  }
   while (true) {
     if (threadIdx.x == 0) {
-      const int number = static_cast<int>(blockIdx.x), per_group = step.parts * step.splits;
-      item = item_of(step, number / per_group, number % per_group);
-      more = !step.again || take_item(step, item);
+      if (!step.again) item = given.item;
+      more = step.again ? take_item(step, item) : item.splits > 0;
     }
     __syncthreads();
-    if (!more) return;
+    if (!more) return ptx::wait_for_earlier_kernels();
     run_item<D, Summer>(step, item, task, shared);
     if (!step.again) return;
     __syncthreads();
@@ -162,8 +165,15 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
   };
   // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
-  const int64_t at_once = ctas / (groups * step.parts), early = (ctas - groups) / (groups * step.parts);
-  step.splits = splits(step.params.splits > 0 ? step.params.splits : early >= kFine ? early : at_once, kMostSplits);
+  const int64_t items = groups * step.parts, lanes = step.params.cache.layout.n_kv_heads * step.parts;
+  const int64_t places = (ctas - groups) / items >= kFine ? ctas - groups : ctas;
+  if (step.params.splits > 0) {
+    step.splits = splits(step.params.splits, kMostSplits);
+    step.spare = static_cast<int>((step.splits - 1) * items / lanes);
+  } else {
+    const int64_t spare = (items < places ? places - items : places) / lanes;
+    step.spare = static_cast<int>(std::min(spare, items / lanes * (std::min<int64_t>(kMostSplits, tiles) - 1)));
+  }
   const auto prepare = [&](auto warps) {
     constexpr int kWarps = warps();
     launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,
@@ -175,8 +185,8 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   } else if constexpr (D != 256) {
     prepare(std::integral_constant<int, 4>());
   }
-  launch_kernel(step_kernel<D, How>, {groups * step.parts * step.splits, Summer::kThreads, kShared, true}, stream,
-                "decode", step);
+  launch_kernel(step_kernel<D, How>, {items + step.spare * lanes, Summer::kThreads, kShared, true}, stream, "decode",
+                step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
   step.again = true;
   step.splits = splits(kRerunSplits, kRerunSplits);
@@ -214,7 +224,8 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
   Step step{.params = params,
             .gates = {},
             .workspace = workspace_of(params, workspace),
-            .splits = 1,
+            .splits = 0,
+            .spare = 0,
             .parts = 1,
             .again = false,
             .max_pages = bounds.max_pages,

@@ -7,7 +7,8 @@ namespace fold::cuda {
 
 /// What a CTA does at a time: the sums of a range of tiles and of rows of a group.
 struct Item {
-  int group, part, split;  // the part-th of step.parts ranges of rows, the split-th of step.splits of tiles
+  int group, part;    // the part-th of step.parts ranges of rows
+  int split, splits;  // the split-th of so many ranges of tiles
 };
 
 /// What a CTA knows about its item.
@@ -17,6 +18,7 @@ struct RangeTask {
   int group, batch, token, kv_head, rows;
   int row_begin, row_end;  // whose values are summed here
   TileRange tiles;
+  int splits;  // ranges that the group is cut into
   // As declared, from join_task() on. Until then outliers are expected.
   uint64_t active, nan, recomputed;
   int run, fit_mark, typical, outliers, seen;
@@ -35,9 +37,10 @@ __device__ inline bool start_task(const Step& step, const Item& item, RangeTask&
   task.rows = step.workspace.rows;
   task.row_begin = task.rows * item.part / step.parts;
   task.row_end = task.rows * (item.part + 1) / step.parts;
+  task.splits = item.splits;
   task.outliers = 1;
   const TileRange all = tiles_within(task.visible, p.key_begin, p.key_end);
-  const int tiles = all.end - all.begin, each = tiles / step.splits, more = tiles % step.splits;
+  const int tiles = all.end - all.begin, each = tiles / item.splits, more = tiles % item.splits;
   task.tiles.begin = all.begin + each * item.split + min(item.split, more);
   task.tiles.end = task.tiles.begin + each + (item.split < more);
   return true;
