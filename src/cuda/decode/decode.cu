@@ -117,7 +117,15 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
   if (step.again) {
     ptx::wait_for_earlier_kernels();
   } else {
-    share_out(step, static_cast<int>(blockIdx.x), given);
+    const auto number = static_cast<int>(blockIdx.x);
+    auto* const scratch = reinterpret_cast<int*>(shared_bytes);
+    constexpr int kRoom = sizeof(shared) / sizeof(int);
+    if constexpr (Summer::kTail) {
+      share_out_apart(step, number, scratch, kRoom, given);
+    } else {
+      share_out(step, number, scratch, kRoom, given);
+    }
+    __syncthreads();
   }
   while (true) {
     if (threadIdx.x == 0) {
@@ -165,15 +173,12 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
   };
   // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
-  const int64_t items = groups * step.parts, lanes = step.params.cache.layout.n_kv_heads * step.parts;
-  const int64_t places = (ctas - groups) / items >= kFine ? ctas - groups : ctas;
-  if (step.params.splits > 0) {
-    step.splits = splits(step.params.splits, kMostSplits);
-    step.spare = static_cast<int>((step.splits - 1) * items / lanes);
-  } else {
-    const int64_t spare = (items < places ? places - items : places) / lanes;
-    step.spare = static_cast<int>(std::min(spare, items / lanes * (std::min<int64_t>(kMostSplits, tiles) - 1)));
-  }
+  const int64_t lanes = step.params.cache.layout.n_kv_heads * step.parts, entries = groups * step.parts / lanes;
+  const bool fine = (ctas - groups) / (entries * lanes) >= kFine;
+  step.splits = step.params.splits > 0 ? splits(step.params.splits, kMostSplits) : 0;
+  const int64_t places = std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1);
+  step.places = entries == 1 ? splits(places, kMostSplits) : static_cast<int>(places);
+  const int64_t items = step.splits > 0 ? entries * step.splits : entries == 1 ? step.places : entries + step.places;
   const auto prepare = [&](auto warps) {
     constexpr int kWarps = warps();
     launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,
@@ -185,8 +190,7 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   } else if constexpr (D != 256) {
     prepare(std::integral_constant<int, 4>());
   }
-  launch_kernel(step_kernel<D, How>, {items + step.spare * lanes, Summer::kThreads, kShared, true}, stream, "decode",
-                step);
+  launch_kernel(step_kernel<D, How>, {items * lanes, Summer::kThreads, kShared, true}, stream, "decode", step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
   step.again = true;
   step.splits = splits(kRerunSplits, kRerunSplits);
@@ -225,7 +229,7 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .gates = {},
             .workspace = workspace_of(params, workspace),
             .splits = 0,
-            .spare = 0,
+            .places = 0,
             .parts = 1,
             .again = false,
             .max_pages = bounds.max_pages,

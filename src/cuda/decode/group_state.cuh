@@ -104,7 +104,7 @@ struct Step {
   numerics::Gates gates;  // instead of the depth's, if params.gates is set
   Workspace workspace;
   int splits;         // ranges of tiles that a group is cut into; 0: as share_out.cuh says
-  int spare;          // then, how many items there are beside one for each group and part, a KV head and part
+  int places;         // then, how many items a KV head and a part of its rows should have in all
   int parts;          // and of rows
   bool again;         // the groups in the queue, cut finer
   int64_t max_pages;  // columns of the block table

@@ -2,18 +2,17 @@
 #include "cuda/decode/range_task.cuh"
 
 // Which item each CTA of a step takes, found out by every CTA for itself from the requests' lengths, before the
-// references are declared. Each entry (a token of a request) has an item for each of its lanes (a KV head and a part of
-// its rows), and more of them the longer it is: of step.spare that are left to give, its share by tiles. Equal lengths
-// are cut equally, and of unequal ones none keeps a CTA for longer than a place's fair share of all tiles. Sums are the
-// same however they are cut.
+// references are declared. An entry (a token of a request) has an item for each of its lanes (a KV head and a part of
+// its rows) and for each whole share of tiles that it has, one at least; a share is what a place on the device gets if
+// all have the same. So equal lengths are cut equally, and of unequal ones none keeps a CTA for more than two shares.
+// Sums are the same however they are cut.
 namespace fold::cuda {
 
 constexpr int kMostWarps = 16;  ///< of a CTA
 
 struct ShareOut {
-  int64_t tiles[kMostWarps];
-  int items[kMostWarps];  // a lane's
-  Item item;
+  int of_warps[2][kMostWarps];
+  Item item;  // its `splits` is 0 if there is none
 };
 
 /// Tiles that hold what the entry sees within the step's range of keys.
@@ -21,59 +20,85 @@ __device__ inline int tiles_of_entry(const Step& step, int entry) {
   const plan::DecodeParams& p = step.params;
   const int tokens = static_cast<int>(p.tokens), batch = entry / tokens;
   Visible v;
-  if (!find_visible(step, length_of(p, batch), batch, entry % tokens, v)) return 0;
+  if (!find_visible(step, length_of(p, batch), batch, entry - batch * tokens, v)) return 0;
   const TileRange range = tiles_within(v, p.key_begin, p.key_end);
   return range.end - range.begin;
 }
 
-/// Finds the number-th item; its `splits` is 0 if there are not so many. By all threads of a CTA, thread 0 of which
-/// may use it at once.
-__device__ __noinline__ void share_out(const Step& step, int number, ShareOut& shared) {
+/// Sums over the warps before the thread's, and over all. sums: (warps,) shared memory, written here.
+struct BlockSum {
+  int before, all;
+};
+__device__ inline BlockSum sum_of_warps(int upto_lane, int* sums) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+  if (threadIdx.x % 32 == 31) sums[warp] = upto_lane;
+  __syncthreads();
+  BlockSum sum{0, 0};
+#pragma unroll 1
+  for (int w = 0; w < warps; ++w) {
+    if (w == warp) sum.before = sum.all;
+    sum.all += sums[w];
+  }
+  return sum;
+}
+__device__ inline int sum_up_to_lane(int value) {
+  for (int s = 1; s < 32; s *= 2) {
+    const int other = __shfl_up_sync(kWarp, value, s);
+    if (static_cast<int>(threadIdx.x) % 32 >= s) value += other;
+  }
+  return value;
+}
+
+/// Finds the number-th item. By all threads of a CTA, which meet before it is read. scratch: `room` integers; of more
+/// entries each has one item a lane.
+__device__ inline void share_out(const Step& step, int number, int* scratch, int room, ShareOut& shared) {
   const int heads = static_cast<int>(step.params.cache.layout.n_kv_heads), lanes = heads * step.parts;
   const int entries = static_cast<int>(step.workspace.groups) / heads;
-  const int of_lane = number / lanes;  // counted over the entries
-  const auto take = [&](int entry, int split, int splits) {
-    const int lane = number % lanes;
-    shared.item = {entry * heads + lane / step.parts, lane % step.parts, split, splits};
+  // A lane's items stand together: CTAs beside each other look at neighbouring keys.
+  const auto take = [&](int entry, int of_entry, int splits) {
+    const int lane = of_entry / splits, head = step.parts == 1 ? lane : lane / step.parts;
+    shared.item = {entry * heads + head, lane - head * step.parts, of_entry - lane * splits, splits};
   };
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warps = threads / 32;
-  const int lane = thread % 32, warp = thread / 32;
-  if (step.splits > 0 || entries == 1) {
-    const int splits = step.splits > 0 ? step.splits : 1 + step.spare;
-    if (thread == 0) take(of_lane / splits, of_lane % splits, splits);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int fixed = step.splits > 0 ? step.splits : entries == 1 ? step.places : entries > room ? 1 : 0;
+  if (thread == 0) shared.item.splits = 0;
+  if (fixed > 0) {
+    const int entry = number / (lanes * fixed);
+    if (thread == 0 && entry < entries) take(entry, number - entry * lanes * fixed, fixed);
     return;
   }
-  int64_t sum = 0;
-  for (int entry = thread; entry < entries; entry += threads) sum += tiles_of_entry(step, entry);
-  sum = warp_sum(sum);
-  if (lane == 0) shared.tiles[warp] = sum;
-  if (thread == 0) shared.item.splits = 0;
-  __syncthreads();
-  int64_t tiles = 0;
-  for (int w = 0; w < warps; ++w) tiles += shared.tiles[w];
-  int before = 0;  // items of a lane
-  for (int first = 0; first < entries && before <= of_lane; first += threads) {
-    const int entry = first + thread;
-    int splits = 0;
-    if (entry < entries) {
-      const int own = tiles_of_entry(step, entry);
-      splits = own == 0 ? 1 : min(own, 1 + static_cast<int>(int64_t{step.spare} * own / tiles));
-    }
-    int upto = splits;
-    for (int s = 1; s < 32; s *= 2) {
-      const int other = __shfl_up_sync(kWarp, upto, s);
-      if (lane >= s) upto += other;
-    }
-    if (lane == 31) shared.items[warp] = upto;
-    __syncthreads();
-    int start = before + upto - splits;
-    for (int w = 0; w < warps; ++w) {
-      start += w < warp ? shared.items[w] : 0;
-      before += shared.items[w];
-    }
-    if (start <= of_lane && of_lane < start + splits) take(entry, of_lane - start, splits);
-    __syncthreads();
+  int sum = 0;
+#pragma unroll 1
+  for (int entry = thread; entry < entries; entry += threads) {
+    const int tiles = tiles_of_entry(step, entry);
+    scratch[entry] = tiles;
+    sum += tiles;
   }
+  const int tiles = sum_of_warps(sum_up_to_lane(sum), shared.of_warps[0]).all;
+  // Of a tile, and a little more, so that what is whole stays so when rounded down.
+  const float shares = numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), static_cast<float>(tiles));
+  const auto splits_of = [&](int entry) {
+    const int own = scratch[entry];
+    return max(1, min(own, static_cast<int>(static_cast<float>(own) * shares)));
+  };
+  const int each = (entries + threads - 1) / threads, first = min(thread * each, entries),
+            last = min(first + each, entries);
+  int own = 0;
+#pragma unroll 1
+  for (int entry = first; entry < last; ++entry) own += lanes * splits_of(entry);
+  const int upto = sum_up_to_lane(own);
+  int start = sum_of_warps(upto, shared.of_warps[1]).before + upto - own;
+  if (number < start || number >= start + own) return;
+#pragma unroll 1
+  for (int entry = first;; ++entry) {
+    const int splits = splits_of(entry);
+    if (number < start + lanes * splits) return take(entry, number - start, splits);
+    start += lanes * splits;
+  }
+}
+/// The same where registers are short.
+__device__ __noinline__ void share_out_apart(const Step& step, int number, int* scratch, int room, ShareOut& shared) {
+  share_out(step, number, scratch, room, shared);
 }
 
 }  // namespace fold::cuda
