@@ -95,7 +95,7 @@ TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
     c.lengths[at] = 6000;
     compare(c);
   }
-  c.lengths = {70, 3000, 1, 0, 1300, 64};
+  c.lengths = {70, 9000, 1, 0, 1300, 64};
   c.tokens = 4;
   c.q_lens = {4, 1, 1, 0, 3, 4};
   compare(c);

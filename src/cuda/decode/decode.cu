@@ -157,7 +157,8 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
-constexpr int kFine = 8;           ///< ranges of a group from which on one more or less makes little difference
+constexpr int kShort = 64;  ///< tiles of a range: what even the longest request may have is not worth sharing out
+constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
 template <int D, int Quads, bool Tail>
@@ -172,13 +173,14 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   const auto splits = [&](int64_t wanted, int most) {
     return static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, tiles)));
   };
-  // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
   const int64_t lanes = step.params.cache.layout.n_kv_heads * step.parts, entries = groups * step.parts / lanes;
+  // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
   const bool fine = (ctas - groups) / (entries * lanes) >= kFine;
-  step.splits = step.params.splits > 0 ? splits(step.params.splits, kMostSplits) : 0;
-  const int64_t places = std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1);
-  step.places = entries == 1 ? splits(places, kMostSplits) : static_cast<int>(places);
-  const int64_t items = step.splits > 0 ? entries * step.splits : entries == 1 ? step.places : entries + step.places;
+  step.places = static_cast<int>(std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1));
+  const int equal = splits(step.places / entries, kMostSplits);
+  const bool all_short = entries == 1 || tiles <= int64_t{kShort} * equal;
+  step.splits = step.params.splits > 0 ? splits(step.params.splits, kMostSplits) : all_short ? equal : 0;
+  const int64_t items = entries * step.splits + (step.splits > 0 ? 0 : entries + step.places);
   const auto prepare = [&](auto warps) {
     constexpr int kWarps = warps();
     launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,

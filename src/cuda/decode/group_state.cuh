@@ -103,7 +103,7 @@ struct Step {
   plan::DecodeParams params;
   numerics::Gates gates;  // instead of the depth's, if params.gates is set
   Workspace workspace;
-  int splits;         // ranges of tiles that a group is cut into; 0: as share_out.cuh says
+  int splits;         // ranges of tiles that a group is cut into; 0: as their lengths say (share_out.cuh)
   int places;         // then, how many items a KV head and a part of its rows should have in all
   int parts;          // and of rows
   bool again;         // the groups in the queue, cut finer

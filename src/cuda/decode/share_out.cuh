@@ -1,11 +1,11 @@
 #pragma once
 #include "cuda/decode/range_task.cuh"
 
-// Which item each CTA of a step takes, found out by every CTA for itself from the requests' lengths, before the
-// references are declared. An entry (a token of a request) has an item for each of its lanes (a KV head and a part of
-// its rows) and for each whole share of tiles that it has, one at least; a share is what a place on the device gets if
-// all have the same. So equal lengths are cut equally, and of unequal ones none keeps a CTA for more than two shares.
-// Sums are the same however they are cut.
+// Which item each CTA of a step takes. Where requests may be long enough for it to matter, every CTA finds that out for
+// itself from their lengths, before the references are declared. An entry (a token of a request) has an item for each
+// of its lanes (a KV head and a part of its rows) and for each whole share of tiles that it has, one at least; a share
+// is what a place on the device gets if all have the same. So equal lengths are cut equally, and of unequal ones none
+// keeps a CTA for more than two shares. Sums are the same however they are cut.
 namespace fold::cuda {
 
 constexpr int kMostWarps = 16;  ///< of a CTA
@@ -60,7 +60,7 @@ __device__ inline void share_out(const Step& step, int number, int* scratch, int
     shared.item = {entry * heads + head, lane - head * step.parts, of_entry - lane * splits, splits};
   };
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int fixed = step.splits > 0 ? step.splits : entries == 1 ? step.places : entries > room ? 1 : 0;
+  const int fixed = step.splits > 0 ? step.splits : entries > room ? 1 : 0;
   if (thread == 0) shared.item.splits = 0;
   if (fixed > 0) {
     const int entry = number / (lanes * fixed);
