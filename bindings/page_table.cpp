@@ -1,5 +1,6 @@
 #include "fold/page_table.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -43,15 +44,19 @@ Table truncate(Table table, Ints ids, Ints lengths) {
   return Table(std::move(next));
 }
 
-/// The table, and the pages to copy: sources and destinations.
-tvm::ffi::Tuple<Table, Ints, Ints> extend(Table table, Ints ids, Ints tokens) {
+/// The table, the pages to copy (sources and destinations), and whether every request has the pages that it had.
+tvm::ffi::Tuple<Table, Ints, Ints, bool> extend(Table table, Ints ids, Ints tokens) {
+  const std::vector<int64_t> requests = values(ids);
   PageTable next = table->table;
   Ints sources, destinations;
-  for (const PageTable::Copy& copy : next.extend(values(ids), values(tokens))) {
+  for (const PageTable::Copy& copy : next.extend(requests, values(tokens))) {
     sources.push_back(copy.source);
     destinations.push_back(copy.destination);
   }
-  return tvm::ffi::Tuple<Table, Ints, Ints>(Table(std::move(next)), sources, destinations);
+  const bool same = std::ranges::all_of(requests, [&](int64_t id) {
+    return next.pages(id).data() == table->table.pages(id).data();  // shared: no other page was needed
+  });
+  return tvm::ffi::Tuple<Table, Ints, Ints, bool>(Table(std::move(next)), sources, destinations, same);
 }
 
 Ints requests(Table table) {
@@ -63,6 +68,11 @@ Ints requests(Table table) {
 void write(Table table, Ints ids, Tensor block_table, Tensor lengths) {
   const TensorView pages = view(block_table, "block_table"), counts = view(lengths, "lengths");
   table->table.write_tables(values(ids), pages.shape[1], pages.as<int32_t>(), counts.as<int32_t>());
+}
+
+/// (ids,) i32, contiguous.
+void lengths(Table table, Ints ids, Tensor out) {
+  table->table.write_lengths(values(ids), view(out, "lengths").as<int32_t>());
 }
 
 int64_t free_pages(Table table) { return table->table.free_pages(); }
@@ -78,4 +88,5 @@ FOLD_EXPORT(page_table_truncate, fold::binding::truncate)
 FOLD_EXPORT(page_table_extend, fold::binding::extend)
 FOLD_EXPORT(page_table_requests, fold::binding::requests)
 FOLD_EXPORT(page_table_write, fold::binding::write)
+FOLD_EXPORT(page_table_lengths, fold::binding::lengths)
 FOLD_EXPORT(page_table_free_pages, fold::binding::free_pages)

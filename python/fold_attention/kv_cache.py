@@ -362,13 +362,13 @@ class FoldKVCache:
 
     def _extended(self, requests: Sequence[int], tokens: Sequence[int]) -> Extended:
         """With room for the tokens; shared pages they touch have been copied."""
-        table, sources, destinations = self._table.extend(requests, tokens)
+        table, sources, destinations, same_pages = self._table.extend(requests, tokens)
         if sources:
             self.storage[destinations] = self.storage[sources]
-        block_table, lengths = table.tensors(requests)
-        before, there = self._tables.host[0], self._tables.device[0]
-        unchanged = block_table.shape == before.shape and torch.equal(block_table, before)
-        return Extended(table, (block_table, lengths), there if unchanged else block_table.to(self.device))
+        if same_pages and requests == self._requests:  # as in most steps
+            return Extended(table, (self._tables.host[0], table.lengths(requests)), self._tables.device[0])
+        host = table.tensors(requests)
+        return Extended(table, host, host[0].to(self.device))
 
     def _adopt_extended(self, extended: Extended, ids: Sequence[int] | None) -> None:
         """Once the tokens are written."""

@@ -1,12 +1,21 @@
 """Which pages of a cache hold which request's keys; a value: every change makes a new table."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fold_attention._lib import lib
+
+
+class Room(NamedTuple):
+    """A table with room for tokens."""
+
+    table: "PageTable"
+    sources: list[int]  #: pages to copy before the tokens are written
+    destinations: list[int]
+    same_pages: bool  #: every request has the pages that it had
 
 
 class PageTable:
@@ -41,13 +50,13 @@ class PageTable:
     def truncate(self, requests: Sequence[int], lengths: Sequence[int]) -> "PageTable":
         return self._with(lib.page_table_truncate(self.handle, list(requests), list(lengths)))
 
-    def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> tuple["PageTable", list[int], list[int]]:
-        """The table with room for the tokens, and pages to copy before they are written: sources, destinations."""
+    def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> "Room":
+        """The table with room for the tokens, and what that took."""
         extended = lib.page_table_extend(self.handle, list(requests), list(tokens))
         table, sources = self._with(extended[0]), extended[1]
         if len(sources) == 0:  # as nearly always
-            return table, [], []
-        return table, [int(p) for p in sources], [int(p) for p in extended[2]]
+            return Room(table, [], [], bool(extended[3]))
+        return Room(table, [int(p) for p in sources], [int(p) for p in extended[2]], False)
 
     def requests(self) -> list[int]:
         """Ids in the order of addition."""
@@ -62,6 +71,12 @@ class PageTable:
         lengths = torch.empty(len(requests), dtype=torch.int32)
         self.write(requests, block_table, lengths)
         return block_table, lengths
+
+    def lengths(self, requests: Sequence[int]) -> Tensor:
+        """(requests,) int32."""
+        lengths = torch.empty(len(requests), dtype=torch.int32)
+        lib.page_table_lengths(self.handle, list(requests), lengths)
+        return lengths
 
     def write(self, requests: Sequence[int], block_table: Tensor, lengths: Tensor) -> None:
         """Fills in such tensors."""

@@ -61,7 +61,7 @@ class HostAndDevice:
     def update(self, block_table: Tensor, lengths: Tensor) -> None:
         """New ones of the same shape; what is as it was is not copied."""
         for there, here, new in zip(self.device, self.host, (block_table, lengths), strict=True):
-            if torch.equal(here, new):
+            if here is new or torch.equal(here, new):
                 continue
             here.copy_(new)
             if there is not here:

@@ -9,6 +9,7 @@ namespace {
 
 using fold::PageTable;
 using Ids = std::vector<int64_t>;
+using Ids32 = std::vector<int32_t>;
 
 /// Everything a table can be asked, so that two of them can be compared.
 struct State {
@@ -100,6 +101,34 @@ TEST(PageTable, TruncatedIntoASharedPageCopiesIt) {
   EXPECT_EQ(extend(table, b, 1).size(), 1u);
   EXPECT_EQ(table.pages(a)[0], table.pages(b)[0]);
   EXPECT_NE(table.pages(a)[1], table.pages(b)[1]);
+}
+
+TEST(PageTable, CopiesAreIndependentAndShareWhatNobodyChanges) {
+  PageTable table(6, 64, 256);
+  const int64_t a = table.add_request(), b = table.add_request();
+  table.extend(Ids{a, b}, Ids{100, 64});
+  const State before = state(table);
+  const auto change = [&](auto call) {
+    PageTable copy = table;
+    call(copy);
+    EXPECT_NE(state(copy), before);
+    EXPECT_EQ(state(table), before);
+    return copy;
+  };
+  const PageTable longer = change([&](PageTable& t) { t.extend(Ids{a, b}, Ids{28, 0}); });
+  EXPECT_EQ(longer.pages(a).data(), table.pages(a).data());
+  const PageTable grown = change([&](PageTable& t) { t.extend(Ids{a, b}, Ids{29, 0}); });
+  EXPECT_NE(grown.pages(a).data(), table.pages(a).data());
+  EXPECT_EQ(grown.pages(b).data(), table.pages(b).data());
+  change([&](PageTable& t) { truncate(t, a, 1); });
+  change([&](PageTable& t) { t.free_request(a); });
+  change([&](PageTable& t) { t.add_request(); });
+  change([&](PageTable& t) { t.add_request(Ids32{5}, 3); });
+  PageTable forked = change([&](PageTable& t) { t.fork(a); });
+  const State shared = state(forked);
+  PageTable copy = forked;
+  EXPECT_EQ(extend(copy, a, 1).size(), 1u);
+  EXPECT_EQ(state(forked), shared);
 }
 
 TEST(PageTable, RefusesBeforeItChangesAnything) {
