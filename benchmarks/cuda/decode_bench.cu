@@ -220,9 +220,9 @@ struct Cache {
   int64_t pages_of_request = 0, num_pages = 0;
 };
 
-/// Attention of request 0 in fp64: (H, D).
+/// Attention of request 0 in fp64: (H, D). zeros: keys and values of zeros beside the others.
 std::vector<double> reference(const Shape& s, const std::vector<float>& k, const std::vector<float>& v,
-                              const std::vector<float>& q) {
+                              const std::vector<float>& q, int zeros) {
   std::vector<double> out(static_cast<size_t>(s.heads * s.head_dim), 0.0);
 #pragma omp parallel for
   for (int64_t h = 0; h < s.heads; ++h) {
@@ -236,7 +236,7 @@ std::vector<double> reference(const Shape& s, const std::vector<float>& k, const
                  std::sqrt(static_cast<double>(d));
     }
     const double most = *std::max_element(logit.begin(), logit.end());
-    double total = 0;
+    double total = zeros * std::exp(-most);
     for (int64_t j = 0; j < s.keys; ++j) {
       const double w = std::exp(logit[j] - most);
       total += w;
@@ -296,7 +296,7 @@ struct Kind {
 void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
   const Cache cache(s, kind.tail);
   const std::vector<float> all_queries = queries(s);
-  const std::vector<double> want = reference(s, cache.k, cache.v, all_queries);
+  const std::vector<double> want = reference(s, cache.k, cache.v, all_queries, kind.append ? 1 : 0);
   const size_t rows = static_cast<size_t>(s.batch * s.heads);
   float* q = device_array(all_queries);
   float* out = device_array(std::vector<float>(rows * s.head_dim));

@@ -15,6 +15,8 @@ template <typename T>
 class CopyOnWrite {
  public:
   explicit CopyOnWrite(T value = {}) : value_(std::make_shared<T>(std::move(value))) {}
+  CopyOnWrite(const CopyOnWrite&) = default;  // no moves, which would leave nothing behind
+  CopyOnWrite& operator=(const CopyOnWrite&) = default;
 
   const T& operator*() const { return *value_; }
   const T* operator->() const { return value_.get(); }
@@ -37,7 +39,8 @@ class CopyOnWrite {
 ///
 /// Every call either succeeds or throws fold::Error and changes nothing. Copies of a table are independent, so a caller
 /// may extend a copy, write the keys, and keep the copy only if that worked; a copy costs as much as there are
-/// requests, whatever these hold. Not safe for concurrent use.
+/// requests, whatever these hold, and its first call that takes or gives up a page as much as there are pages.
+/// Not safe for concurrent use.
 class FOLD_API PageTable {
  public:
   /// A page whose contents must be copied before the new keys are written.

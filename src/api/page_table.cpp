@@ -156,14 +156,19 @@ std::vector<PageTable::Copy> PageTable::extend(std::span<const int64_t> ids, std
 void PageTable::truncate(std::span<const int64_t> ids, std::span<const int64_t> lengths) {
   check_distinct(ids, lengths.size());
   for (size_t i = 0; i < ids.size(); ++i) check_length("length", lengths[i], find(ids[i]).length);
-  Pool& pool = pool_.own();
-  for (const int64_t id : ids) find(id).pages.own();
+  std::vector<size_t> shrunk;  // indices into ids
   for (size_t i = 0; i < ids.size(); ++i) {
-    Request& request = find(ids[i]);
-    request.length = lengths[i];
-    std::vector<int32_t>& pages = request.pages.own();
+    if (static_cast<int64_t>(find(ids[i]).pages->size()) > pages_for(lengths[i])) shrunk.push_back(i);
+  }
+  Pool* const pool = shrunk.empty() ? nullptr : &pool_.own();
+  for (const size_t i : shrunk) find(ids[i]).pages.own();
+
+  // Nothing below throws.
+  for (size_t i = 0; i < ids.size(); ++i) find(ids[i]).length = lengths[i];
+  for (const size_t i : shrunk) {
+    std::vector<int32_t>& pages = find(ids[i]).pages.own();
     while (static_cast<int64_t>(pages.size()) > pages_for(lengths[i])) {
-      pool.release(pages.back());
+      pool->release(pages.back());
       pages.pop_back();
     }
   }

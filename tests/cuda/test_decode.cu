@@ -95,10 +95,43 @@ TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
     c.lengths[at] = 6000;
     compare(c);
   }
-  c.lengths = {70, 9000, 1, 0, 1300, 64};
-  c.tokens = 4;
-  c.q_lens = {4, 1, 1, 0, 3, 4};
+}
+
+/// Requests of which one is so long, and there are so many, that items are shared out by length on any device.
+TEST_P(DecodeDevice, LengthsThatAreSharedOut) {
+  Case many = plain();
+  many.layout.head_dim = 64;
+  many.group = 1;
+  many.lengths.assign(150, 5);
+  many.lengths[70] = 5000;
+  many.lengths[149] = 1100;
+  many.lengths[3] = 0;
+  Case c = many;
+  c.group = 33;  // rows in parts
   compare(c);
+  c = many;
+  c.window = 1000;
+  compare(c);
+  c = many;
+  c.tokens = 2;
+  c.tree = {0b1, 0b11};
+  compare(c);
+  c.tree = {};
+  c.q_lens.assign(150, 2);
+  c.q_lens[3] = 0;
+  c.q_lens[149] = 1;
+  compare(c);
+  c = many;
+  c.key_begin = 128;
+  c.key_end = 4480;
+  Batch ranges(c);
+  expect_same(ranges.on_gpu(true), ranges.on_cpu(true));
+  c = many;
+  c.shift = 60;  // every row runs again
+  compare(c);
+  Batch captured(many);
+  captured.through_a_graph();
+  expect_same(captured.on_gpu(), captured.on_cpu());
 }
 
 TEST_P(DecodeDevice, WindowsAndSinks) {

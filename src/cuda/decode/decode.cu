@@ -100,13 +100,14 @@ __device__ bool take_item(const Step& step, Item& item) {
   return false;
 }
 
-/// All items, a CTA each; launched once more, what is to be summed again, by as many CTAs as there may be. The first
-/// starts beside prepare_kernel, which lets it do so when all that came before has finished: lengths, the block table
-/// and the keys are there.
+/// All items, a CTA each (if there are more CTAs, the rest end); launched once more, what is to be summed again, by as
+/// many CTAs as there may be. The first starts beside prepare_kernel, which lets it do so when all that came before has
+/// finished: lengths, the block table and the keys are there.
 template <int D, class Summing>
 __global__ __launch_bounds__(Summing::Summer::kThreads,
                              Summing::Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
   using Summer = typename Summing::Summer;
+  static_assert(Summer::kThreads <= 32 * kMostWarps);
   ptx::let_next_kernel_start();
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
@@ -125,6 +126,7 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
     } else {
       share_out(step, number, scratch, kRoom, given);
     }
+    ptx::fence_async();  // the copy engine may write where the scratch was
     __syncthreads();
   }
   while (true) {

@@ -49,7 +49,7 @@ class NarrowSummer {
 
   __device__ void start(int tile_begin, int tile_end);
 
-  /// Sends for the tile after that of s_.place and for what else is known of it, if it is of the range.
+  /// Sends for the tile after that of w_.place and for what else is known of it, if it is of the range.
   __device__ void send(int tile, int tile_end);
 
   /// The block's own of a Place's two.

@@ -5,13 +5,14 @@
 // itself from their lengths, before the references are declared. An entry (a token of a request) has an item for each
 // of its lanes (a KV head and a part of its rows) and for each whole share of tiles that it has, one at least; a share
 // is what a place on the device gets if all have the same. So equal lengths are cut equally, and of unequal ones none
-// keeps a CTA for more than two shares. Sums are the same however they are cut.
+// keeps a CTA for more than two shares. CTAs beyond the last item have none. Sums are the same however they are cut.
 namespace fold::cuda {
 
 constexpr int kMostWarps = 16;  ///< of a CTA
 
 struct ShareOut {
-  int of_warps[2][kMostWarps];
+  float tiles[kMostWarps];
+  int items[kMostWarps];
   Item item;  // its `splits` is 0 if there is none
 };
 
@@ -26,14 +27,16 @@ __device__ inline int tiles_of_entry(const Step& step, int entry) {
 }
 
 /// Sums over the warps before the thread's, and over all. sums: (warps,) shared memory, written here.
+template <typename T>
 struct BlockSum {
-  int before, all;
+  T before, all;
 };
-__device__ inline BlockSum sum_of_warps(int upto_lane, int* sums) {
+template <typename T>
+__device__ BlockSum<T> sum_of_warps(T upto_lane, T* sums) {
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
   if (threadIdx.x % 32 == 31) sums[warp] = upto_lane;
   __syncthreads();
-  BlockSum sum{0, 0};
+  BlockSum<T> sum{0, 0};
 #pragma unroll 1
   for (int w = 0; w < warps; ++w) {
     if (w == warp) sum.before = sum.all;
@@ -41,9 +44,10 @@ __device__ inline BlockSum sum_of_warps(int upto_lane, int* sums) {
   }
   return sum;
 }
-__device__ inline int sum_up_to_lane(int value) {
+template <typename T>
+__device__ T sum_up_to_lane(T value) {
   for (int s = 1; s < 32; s *= 2) {
-    const int other = __shfl_up_sync(kWarp, value, s);
+    const T other = __shfl_up_sync(kWarp, value, s);
     if (static_cast<int>(threadIdx.x) % 32 >= s) value += other;
   }
   return value;
@@ -67,16 +71,16 @@ __device__ inline void share_out(const Step& step, int number, int* scratch, int
     if (thread == 0 && entry < entries) take(entry, number - entry * lanes * fixed, fixed);
     return;
   }
-  int sum = 0;
+  float sum = 0;  // the same in every CTA, as the order is
 #pragma unroll 1
   for (int entry = thread; entry < entries; entry += threads) {
     const int tiles = tiles_of_entry(step, entry);
     scratch[entry] = tiles;
-    sum += tiles;
+    sum += static_cast<float>(tiles);
   }
-  const int tiles = sum_of_warps(sum_up_to_lane(sum), shared.of_warps[0]).all;
-  // Of a tile, and a little more, so that what is whole stays so when rounded down.
-  const float shares = numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), static_cast<float>(tiles));
+  const float tiles = sum_of_warps(sum_up_to_lane(sum), shared.tiles).all;
+  // Of a tile, and a little more, so that what is whole stays so when rounded down; the whole places' sum, too.
+  const float shares = numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), tiles);
   const auto splits_of = [&](int entry) {
     const int own = scratch[entry];
     return max(1, min(own, static_cast<int>(static_cast<float>(own) * shares)));
@@ -87,7 +91,7 @@ __device__ inline void share_out(const Step& step, int number, int* scratch, int
 #pragma unroll 1
   for (int entry = first; entry < last; ++entry) own += lanes * splits_of(entry);
   const int upto = sum_up_to_lane(own);
-  int start = sum_of_warps(upto, shared.of_warps[1]).before + upto - own;
+  int start = sum_of_warps(upto, shared.items).before + upto - own;
   if (number < start || number >= start + own) return;
 #pragma unroll 1
   for (int entry = first;; ++entry) {

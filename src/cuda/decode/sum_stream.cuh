@@ -32,7 +32,7 @@ __device__ uint4 fragment_of(const GroupState& g, int row, int fragment, int lan
 
 /// Waits for what was declared of the group: fragments and constants of its queries, and sums of zero. Everything is
 /// loaded at once, before it is known which rows are active. Scan warps and value warps come from different places,
-/// which neither __syncthreads nor a named barrier of a whole CTA allows.
+/// which __syncthreads does not allow, nor synccheck a named barrier of a whole CTA.
 template <int D, int Quads>
 __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads>& shared) {
   using Shared = StreamShared<D, Quads>;
