@@ -13,6 +13,7 @@
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "cuda/cache/cache_write.h"
@@ -188,7 +189,7 @@ struct Cache {
     p.block_table_stride = pages;
     p.seqlens = before;
     p.batch = 1;
-    const fold::plan::CacheWriteBounds bounds{.tokens = s.keys, .max_pages = pages};
+    fold::plan::CacheWriteBounds bounds{.tokens = s.keys, .max_pages = pages};
     void* workspace = nullptr;
     check(cudaMalloc(&workspace, fold::cuda::cache_write_workspace(p, bounds)));
     for (int64_t b = 0; b < s.batch; ++b) {
@@ -197,7 +198,8 @@ struct Cache {
       check(cudaMemcpy(k_rows, sinks.data(), sinks.size() * sizeof(float), cudaMemcpyHostToDevice));
       p.block_table = block_table + b * pages;
       p.cu_seqlens = b == 0 ? ends : other_ends;
-      fold::cuda::cache_write(p, {.tokens = b == 0 ? s.keys : s.others, .max_pages = pages}, workspace, nullptr);
+      bounds.tokens = b == 0 ? s.keys : s.others;
+      fold::cuda::cache_write(p, bounds, workspace, nullptr);
       if (b > 0) continue;
       k = host_copy(k_rows, static_cast<size_t>(size));
       v = host_copy(v_rows, static_cast<size_t>(size));
@@ -290,8 +292,10 @@ struct Append {
 };
 
 struct Kind {
+  const char* name;
   bool tail, append;
 };
+constexpr Kind kKinds[] = {{"tail", true, false}, {"no-tail", false, false}, {"append", false, true}};
 
 void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
   const Cache cache(s, kind.tail);
@@ -347,11 +351,7 @@ void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evi
     std::printf(
         "%-22s %s depth %4.1f: %7.1f us (%.1f..%.1f), %6.1f MB, %5.0f GB/s, error %.1e, %4.1f %% kept, %ld of %zu rows "
         "again\n",
-        s.name,
-        kind.tail     ? "tail"
-        : kind.append ? "append"
-                      : "no tail",
-        depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
+        s.name, kind.name, depth, t.median, t.low, t.high, 1e-6 * total, 1e-3 * total / t.median,
         relative_error(host_copy(out, want.size()), want),
         100 * std::accumulate(shares.begin(), shares.end(), 0.0) / static_cast<double>(rows),
         std::accumulate(reruns.begin(), reruns.end(), 0L), rows);
@@ -372,12 +372,14 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
   Evictor evict;
-  const bool append = argc >= 3 && std::strcmp(argv[2], "append") == 0;
-  const Kind kind{argc < 3 || std::strcmp(argv[2], "tail") == 0, append};
+  const Kind* const kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& k) {
+    return std::strcmp(k.name, argc < 3 ? "tail" : argv[2]) == 0;
+  });
+  if (kind == std::end(kKinds)) throw std::runtime_error(std::string(argv[2]) + "; allowed: tail, no-tail, append");
   std::vector<float> depths;
   for (int i = 3; i < argc; ++i) depths.push_back(std::strtof(argv[i], nullptr));
   if (depths.empty()) depths = {12.0f, 16.0f, std::numeric_limits<float>::infinity()};
   for (const Shape& shape : kShapes) {
-    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, kind, depths, evict, stream);
+    if (argc < 2 || std::strstr(shape.name, argv[1]) != nullptr) run(shape, *kind, depths, evict, stream);
   }
 }

@@ -52,11 +52,8 @@ class PageTable:
 
     def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> "Room":
         """The table with room for the tokens, and what that took."""
-        extended = lib.page_table_extend(self.handle, list(requests), list(tokens))
-        table, sources = self._with(extended[0]), extended[1]
-        if len(sources) == 0:  # as nearly always
-            return Room(table, [], [], bool(extended[3]))
-        return Room(table, [int(p) for p in sources], [int(p) for p in extended[2]], False)
+        handle, sources, destinations, same_pages = lib.page_table_extend(self.handle, list(requests), list(tokens))
+        return Room(self._with(handle), [int(p) for p in sources], [int(p) for p in destinations], bool(same_pages))
 
     def requests(self) -> list[int]:
         """Ids in the order of addition."""
