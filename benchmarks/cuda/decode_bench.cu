@@ -1,8 +1,8 @@
 // Times whole decode steps on a device over synthetic caches: median and spread in microseconds, the bytes that the
 // rows needed and their rate, request 0's error against fp64. L2 is evicted before every step by writing 256 MB and
-// then reading other 256 MB. decode_bench [NAME [tail|no-tail|append [DEPTH ...]]]: the shapes whose name contains
-// NAME, with or without the tail model, at these depths (inf: every V is read); append: without it, and each step also
-// brings every request a key, of zeros.
+// then reading other 256 MB. decode_bench [NAME [tail|no-tail|append|shared [DEPTH ...]]]: the shapes whose name
+// contains NAME, with or without the tail model, at these depths (inf: every V is read); append: without it, and each
+// step also brings every request a key, of zeros; shared: without it, and all requests have the pages of the first.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -54,6 +54,7 @@ constexpr Shape kShapes[] = {{"B8 S32768 H32/8 D128", 8, 32768, 32, 8, 128},
                              {"B8 S32768 H64/8 D128", 8, 32768, 64, 8, 128},
                              {"B8 S32768 H64/8 D64", 8, 32768, 64, 8, 64},
                              {"B4 S32768 H96/8 D128", 4, 32768, 96, 8, 128},
+                             {"B4 S32768 H128/8 D64", 4, 32768, 128, 8, 64},
                              {"B64 S2048 H32/8 D128", 64, 2048, 32, 8, 128},
                              {"B256 S1024 H32/8 D128", 256, 1024, 32, 8, 128},
                              {"one S65536, 31 S1024 H32/8 D128", 32, 65536, 32, 8, 128, 1024},
@@ -293,9 +294,9 @@ struct Append {
 
 struct Kind {
   const char* name;
-  bool tail, append;
+  bool tail, append = false, shared = false;
 };
-constexpr Kind kKinds[] = {{"tail", true, false}, {"no-tail", false, false}, {"append", false, true}};
+constexpr Kind kKinds[] = {{"tail", true}, {"no-tail", false}, {"append", false, true}, {"shared", false, false, true}};
 
 void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evictor& evict, cudaStream_t stream) {
   const Cache cache(s, kind.tail);
@@ -319,10 +320,10 @@ void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evi
     p.q_stride_h = p.out_stride_h = s.head_dim;
     p.q_stride_b = p.out_stride_b = p.q_stride_t = p.out_stride_t = s.heads * s.head_dim;
     p.block_table = cache.block_table;
-    p.block_table_stride = cache.pages_of_request;
+    p.block_table_stride = kind.shared ? 0 : cache.pages_of_request;
     p.seqlens = kind.append ? append.params.lengths : lengths;
     p.q_lens = kind.append ? append.params.token_counts : nullptr;
-    p.depth = depths;
+    p.depth = std::isinf(depth) ? nullptr : depths;
     p.qk_scale = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(s.head_dim)));
     p.window_left = -1;
     p.key_end = std::numeric_limits<int64_t>::max();
@@ -375,7 +376,8 @@ int main(int argc, char** argv) {
   const Kind* const kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& k) {
     return std::strcmp(k.name, argc < 3 ? "tail" : argv[2]) == 0;
   });
-  if (kind == std::end(kKinds)) throw std::runtime_error(std::string(argv[2]) + "; allowed: tail, no-tail, append");
+  if (kind == std::end(kKinds))
+    throw std::runtime_error(std::string(argv[2]) + "; allowed: tail, no-tail, append, shared");
   std::vector<float> depths;
   for (int i = 3; i < argc; ++i) depths.push_back(std::strtof(argv[i], nullptr));
   if (depths.empty()) depths = {12.0f, 16.0f, std::numeric_limits<float>::infinity()};

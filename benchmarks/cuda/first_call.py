@@ -1,8 +1,8 @@
 """What the first use of the library costs beyond CUDA's own start: `python benchmarks/cuda/first_call.py`.
 
-In this process, in order: torch is imported and runs a kernel, which starts CUDA; fold_attention is imported; the first
-cache is made, takes a prompt and decodes a step; then the same once more, with everything loaded. The difference of the
-last two is what loading the library and its kernels costs. Then the same for attention over a sequence and its
+In this process, in order: torch is imported and computes a gradient, which starts CUDA; fold_attention is imported; the
+first cache is made, takes a prompt and decodes a step; then the same once more, with everything loaded. The difference
+of the last two is what loading the library and its kernels costs. Then the same for attention over a sequence and its
 gradient.
 """
 
@@ -41,7 +41,9 @@ def attention() -> float:
 
 def main() -> None:
     start = time.perf_counter()
-    torch.randn(8, 8, dtype=torch.bfloat16, device="cuda")  # what the first use asks of torch itself
+    # What the first use asks of torch itself, whose first backward imports a large part of it.
+    x = torch.randn(8, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    (x * x).backward(x.detach())
     cuda = seconds_until_done(start)
     start = time.perf_counter()
     import fold_attention  # noqa: F401

@@ -37,7 +37,7 @@ struct Case {
   int64_t tokens = 1;
   std::vector<int32_t> q_lens = {};
   std::vector<uint64_t> tree = {};   // of every request
-  std::vector<float> depths{12.0f};  // cycled over rows
+  std::vector<float> depths{12.0f};  // cycled over rows; none: every V is read
   bool sinks = false;
   int64_t window = -1;
   int splits = 0;
@@ -116,7 +116,7 @@ class Batch {
       const bool bad = c.poisoned && i / d % heads_ == c.group + (c.group > 1);  // on KV head 1
       put(q_, c.dtype, bad ? fold::numerics::quiet_nan() : c.q_scale * normal(query_rng));
     }
-    for (size_t i = 0; i < static_cast<size_t>(batch * c.tokens * heads_); ++i)
+    for (size_t i = 0; !c.depths.empty() && i < static_cast<size_t>(batch * c.tokens * heads_); ++i)
       depths_.push_back(c.depths[i % c.depths.size()]);
     for (int64_t h = 0; h < heads_ && c.sinks; ++h) sinks_.push_back(4 * normal(sink_rng));
     for (int64_t b = 0; b < batch; ++b) tree_.insert(tree_.end(), c.tree.begin(), c.tree.end());
@@ -133,7 +133,7 @@ class Batch {
     p.seqlens = lengths_.data();
     p.q_lens = q_lens_.empty() ? nullptr : q_lens_.data();
     p.tree = tree_.empty() ? nullptr : tree_.data();
-    p.depth = depths_.data();
+    p.depth = depths_.empty() ? nullptr : depths_.data();
     p.sinks = sinks_.empty() ? nullptr : sinks_.data();
     set_results(p, r, partial);
     fold::cpu::decode(p);
@@ -153,7 +153,7 @@ class Batch {
     p.seqlens = lengths.data();
     p.q_lens = q_lens_.empty() ? nullptr : q_lens.data();
     p.tree = tree_.empty() ? nullptr : tree.data();
-    p.depth = depths.data();
+    p.depth = depths_.empty() ? nullptr : depths.data();
     p.sinks = sinks_.empty() ? nullptr : sinks.data();
     Results r = empty_results(partial);
     OnDevice<float> lse(r.lse), kept(r.kept), dropped(r.dropped), grid(r.grid);

@@ -23,6 +23,8 @@ TEST_P(DecodeDevice, LengthsAndBits) {
     c.lengths = {0, 1, 63, 64, 65, 129, 192, 193, 255, 256, 257, 1023, 1024, 1025, 4095, 1409};
     c.depths = {12, 10.5, kDense, 16};
     compare(c);
+    c.depths = {};
+    compare(c);
   }
 }
 
@@ -46,6 +48,8 @@ TEST_P(DecodeShapes, HaveTheCpusBytes) {
       c.depths = {12, 14, 9, 16, kDense};
       compare(c);
       c.depths = {11};
+      compare(c);
+      c.depths = {};
       compare(c);
     }
   }
@@ -93,6 +97,18 @@ TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
     c.lengths.assign(602, 0);
     for (size_t i = 0; i < c.lengths.size(); i += 3) c.lengths[i] = static_cast<int32_t>(1 + i % 70);
     c.lengths[at] = 6000;
+    compare(c);
+  }
+}
+
+TEST_P(DecodeDevice, ManyShortRequests) {
+  Case c = plain();
+  c.layout.n_kv_heads = 1;
+  for (const int64_t group : {3, 6, 9}) {
+    c.group = group;
+    c.lengths.clear();
+    for (int32_t i = 0; i < 600; ++i) c.lengths.push_back(i % 131);
+    c.lengths[7] = 1409;
     compare(c);
   }
 }

@@ -249,7 +249,7 @@ __device__ inline bool find_task(const Write& w, LocateShared& shared, BlockTask
   const plan::CacheView& cache = w.params.cache;
   const int heads = static_cast<int>(cache.layout.n_kv_heads), shares = (heads + w.head_step - 1) / w.head_step;
   const auto blocks = [&w](int request) { return touched_blocks(request_of(w, request)); };
-  const Place place = locate(blockIdx.x / shares, w.params.batch, blocks, shared);
+  const Located place = locate(blockIdx.x / shares, w.params.batch, blocks, shared);
   if (place.request < 0) return false;
   if (threadIdx.x == 0) {
     const Request r = request_of(w, place.request);

@@ -1,4 +1,5 @@
 #pragma once
+#include "cuda/counting.cuh"
 #include "plan/backend.h"
 #include "plan/cache_access.h"
 
@@ -9,8 +10,7 @@ namespace fold::cuda::cache {
 
 using numerics::kTile;
 
-constexpr unsigned kWarp = 0xFFFFFFFFu;  ///< all lanes
-constexpr int kMaxFitBlocks = 128;       ///< thread blocks that compute fits
+constexpr int kMaxFitBlocks = 128;  ///< thread blocks that compute fits
 
 struct Write {
   plan::CacheWriteParams params;
@@ -69,65 +69,6 @@ __device__ inline Location locate_key(const Write& w, int request, int64_t key) 
                  index = static_cast<unsigned>(key) / page_size;
   const int64_t id = w.params.block_table[request * w.params.block_table_stride + index];
   return {id >= 0 && id < cache.num_pages ? id : -1, static_cast<int>(static_cast<unsigned>(key) - index * page_size)};
-}
-
-// Counting over requests, by a whole thread block.
-
-struct ScanShared {
-  unsigned warps[32];
-};
-
-/// The sum over the threads before this one; `total` becomes that over all threads.
-__device__ inline unsigned exclusive_sum(unsigned n, unsigned& total, ScanShared& shared) {
-  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  unsigned sum = n;
-  for (unsigned step = 1; step < 32; step *= 2) {
-    const unsigned before = __shfl_up_sync(kWarp, sum, step);
-    if (lane >= step) sum += before;
-  }
-  __syncthreads();  // shared may still be in use
-  if (lane == 31) shared.warps[warp] = sum;
-  __syncthreads();
-  unsigned earlier = 0;
-  total = 0;
-  for (unsigned i = 0; i < blockDim.x / 32; ++i) {
-    earlier += i < warp ? shared.warps[i] : 0;
-    total += shared.warps[i];
-  }
-  return earlier + sum - n;
-}
-
-/// The index-th of things that requests have count(request) of each, in order.
-struct Place {
-  int request;      // -1: there are not so many
-  unsigned offset;  // among its request's
-  unsigned total;
-};
-
-struct LocateShared {
-  ScanShared scan;
-  int request;
-  unsigned offset;
-};
-
-template <typename Count>
-__device__ Place locate(unsigned index, int64_t requests, Count count, LocateShared& shared) {
-  unsigned total = 0;
-  __syncthreads();  // shared may still be in use
-  if (threadIdx.x == 0) shared.request = -1;
-  for (int64_t first = 0; first < requests; first += blockDim.x) {
-    const int request = static_cast<int>(first + threadIdx.x);
-    const unsigned n = request < requests ? count(request) : 0;
-    unsigned sum = 0;
-    const unsigned before = total + exclusive_sum(n, sum, shared.scan);
-    if (index - before < n) {  // wraps for an earlier index
-      shared.request = request;
-      shared.offset = index - before;
-    }
-    total += sum;
-  }
-  __syncthreads();
-  return {shared.request, shared.offset, total};
 }
 
 }  // namespace fold::cuda::cache

@@ -44,7 +44,7 @@ __device__ inline bool reaches_mark(const Write& w) {
   return __syncthreads_or(found) != 0;
 }
 
-__device__ inline Place find_mark(const Write& w, unsigned index, FitState& state) {
+__device__ inline Located find_mark(const Write& w, unsigned index, FitState& state) {
   const auto marks = [&w](int request) { return marks_reached(request_of(w, request)); };
   return locate(index, w.params.batch, marks, state.locate);
 }
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constan
   }
   __syncthreads();
   while (state.index < state.fits) {  // once, if a fit has several parts
-    const Place place = find_mark(w, static_cast<unsigned>(state.index / heads), state);
+    const Located place = find_mark(w, static_cast<unsigned>(state.index / heads), state);
     if (threadIdx.x == 0) {
       state.mark = plan::next_mark(request_of(w, place.request).length);
       for (unsigned i = 0; i < place.offset; ++i) state.mark = plan::next_mark(state.mark);

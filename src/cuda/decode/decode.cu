@@ -14,8 +14,8 @@
 namespace fold::cuda {
 namespace {
 
-/// How the rows of a group are summed: up to 4, 8 or 12 at a time by StreamSummer, or with the tail model up to 4 or 8
-/// by NarrowSummer; any number (Quads = 0) by RangeSummer.
+/// How the rows of a group are summed: up to 4 Quads at a time by StreamSummer or by NarrowSummer, where there may be a
+/// tail model; any number (Quads = 0) by RangeSummer.
 template <int D, int Quads, bool Tail>
 struct Summing {
   using Shared = StreamShared<D, Quads>;
@@ -39,11 +39,14 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
   __shared__ uint64_t rows_again;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    const unsigned before = atomicAdd(&task.g.head->arrivals, 1u);
-    last = before + 1 == static_cast<unsigned>(step.parts * task.splits);
+    const auto items = static_cast<unsigned>(step.parts * task.splits);
+    last = items == 1;
+    if (!last) {  // else what is to be seen is the CTA's own
+      __threadfence();
+      last = atomicAdd(&task.g.head->arrivals, 1u) + 1 == items;
+      __threadfence();
+    }
     rows_again = 0;
-    __threadfence();
   }
   __syncthreads();
   if (!last) return;
@@ -107,13 +110,11 @@ template <int D, class Summing>
 __global__ __launch_bounds__(Summing::Summer::kThreads,
                              Summing::Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
   using Summer = typename Summing::Summer;
-  static_assert(Summer::kThreads <= 32 * kMostWarps);
   ptx::let_next_kernel_start();
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
   __shared__ RangeTask task;
   __shared__ ShareOut given;
-  __shared__ Item item;
   __shared__ bool more;
   if (step.again) {
     ptx::wait_for_earlier_kernels();
@@ -127,16 +128,12 @@ __global__ __launch_bounds__(Summing::Summer::kThreads,
       share_out(step, number, scratch, kRoom, given);
     }
     ptx::fence_async();  // the copy engine may write where the scratch was
-    __syncthreads();
   }
   while (true) {
-    if (threadIdx.x == 0) {
-      if (!step.again) item = given.item;
-      more = step.again ? take_item(step, item) : item.splits > 0;
-    }
+    if (threadIdx.x == 0) more = step.again ? take_item(step, given.item) : given.item.splits > 0;
     __syncthreads();
     if (!more) return ptx::wait_for_earlier_kernels();
-    run_item<D, Summer>(step, item, task, shared);
+    run_item<D, Summer>(step, given.item, task, shared);
     if (!step.again) return;
     __syncthreads();
   }
@@ -159,6 +156,7 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
+constexpr int64_t kShortKeys = 2048;
 constexpr int kShort = 64;  ///< tiles of a range: what even the longest request may have is not worth sharing out
 constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
@@ -205,9 +203,17 @@ template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
   const int rows = step.workspace.rows;
   if constexpr (D <= 128) {
-    if (step.params.cache.layout.tail) {
+    // NarrowSummer is also the faster one where every value is read, or most of them as requests are short.
+    const bool every = step.params.depth == nullptr && step.params.gates == nullptr;
+    const bool many_short = step.workspace.groups > 4 * int64_t{multiprocessors} &&
+                            step.max_pages * step.params.cache.layout.page_size <= kShortKeys;
+    if (step.params.cache.layout.tail || every || many_short || rows > 12) {
       if (rows <= 4) return launch_step<D, 1, true>(step, multiprocessors, stream);
       if (rows <= 8) return launch_step<D, 2, true>(step, multiprocessors, stream);
+      if (rows <= 12) return launch_step<D, 3, true>(step, multiprocessors, stream);
+      if constexpr (D == 64) {  // at head dim 128 its registers would not do
+        if (rows <= 16) return launch_step<D, 4, true>(step, multiprocessors, stream);
+      }
     } else {
       if (rows <= 4) return launch_step<D, 1, false>(step, multiprocessors, stream);
       if (rows <= 8) return launch_step<D, 2, false>(step, multiprocessors, stream);

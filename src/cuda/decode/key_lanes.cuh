@@ -29,8 +29,7 @@ struct TileKeys {
 __device__ inline TileKeys settled_keys(int first, int tile, int g) {
   return {0xFF, g == 0 && first == tile * kTile ? 1u : 0u};
 }
-__device__ inline TileKeys keys_of(const Visible& visible, int tile, int g) {
-  if (visible.settled(tile)) return settled_keys(visible.first, tile, g);
+__device__ inline TileKeys keys_of_unsettled(const Visible& visible, int tile, int g) {
   unsigned seen = 0;
 #pragma unroll 1
   for (int i = 0; i < kTile / 8; ++i) seen |= static_cast<unsigned>(visible.sees(tile * kTile + g + 8 * i)) << i;

@@ -5,18 +5,12 @@
 namespace fold::cuda {
 
 template <int D, int Quads>
-__device__ uint16_t NarrowSummer<D, Quads>::of_block(unsigned pair) const {
-  const int offset = s_.offsets.bound + 2 * (w_.place.slot / kTile);
-  return static_cast<uint16_t>(pair >> 8 * (offset & 2));
-}
-
-template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::score(unsigned parity) {
+__device__ void NarrowSummer<D, Quads>::score() {
   float x[8][Quads];
   if (w_.place.tile != kNoTile) {
     ptx::wait_copies();
     __syncwarp();
-    ptx::wait_barrier(ptx::shared_address(&w_.barrier), parity);
+    ptx::wait_barrier(ptx::shared_address(&w_.barrier), (w_.place.chunk - task_.tiles.begin) / kChunkTiles % 2);
   }
   unsigned wanted = scan(x);
   __syncthreads();  // the values of the chunk before are done with what the rest overwrites
@@ -25,17 +19,20 @@ __device__ void NarrowSummer<D, Quads>::score(unsigned parity) {
     return;
   }
   store_x(x);
-  const int tile = w_.place.tile;
-  wanted = layout_.k_bits >= 8
-               ? (any_row(wanted) | keys_of(task_.visible, tile, g_).forced) & keys_of(task_.visible, tile, g_).seen
-               : 0;
+  const auto find_keys = [&] {  // twice, as they are not to take up registers in between
+    const Visible& visible = task_.visible;
+    const int tile = w_.place.tile;
+    return w_.place.settled ? settled_keys(visible.first, tile, g_) : keys_of_unsettled(visible, tile, g_);
+  };
+  const TileKeys keys = find_keys();
+  wanted = layout_.k_bits >= 8 ? (any_row(wanted) | keys.forced) & keys.seen : 0;
   const Slots level_1 = number(__popc(wanted), lane_);
   if (level_1.total > 0) {
     read_deeper(wanted, level_1);
     load_x(x);
   }
-  weigh(x, keys_of(task_.visible, tile, g_), task_.visible.settled(tile));
-  gather_values(w_.place, 0);
+  weigh(x, find_keys(), w_.place.settled);
+  gather_values(w_.place.spot, 0);
 }
 
 template <int D, int Quads>
@@ -121,7 +118,7 @@ __device__ void NarrowSummer<D, Quads>::read_deeper(unsigned wanted, const Slots
   __syncwarp();
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
-  const uint8_t* const k_l = at(w_.place, s_.offsets.k_l, kHalf);
+  const uint8_t* const k_l = at(w_.place.spot, s_.offsets.k_l, kHalf);
   constexpr int kAtOnce = 32 / kPieces;
 #pragma unroll 1
   for (int slot = lane_ / kPieces; slot < slots.total; slot += kAtOnce) {
@@ -203,7 +200,7 @@ template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::level_2(const uint8_t* keys, int total) {
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
-  const uint8_t* const k_b = at(w_.place, s_.offsets.k_b, D);
+  const uint8_t* const k_b = at(w_.place.spot, s_.offsets.k_b, D);
 #pragma unroll 1
   for (int slot = lane_ / kLowChunks; slot < total; slot += 32 / kLowChunks) {
     const int piece = lane_ % kLowChunks;

@@ -20,16 +20,27 @@ struct NarrowShared {
     float sum_a, unit_0, neg_z, margin, k_l;
     float e_q, unit_1, margin_16, k_b;
     float v_h, v_l, v_b, per_e;
-    int first_sum, sum_128, fit_shift, e_exponent;
+    int first_sum, sum_128, fit_shift;
   };
   struct Offsets {  // of the KV head's sections in a page
     int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound, mean_scale, mean, ubar;
   };
-  struct Place {  // of a warp's tile
+  struct Spot {  // where a tile's keys are: the page, and the slot of the first
     const uint8_t* page;
-    int tile, slot;                        // its index, or kNoTile; the slot of its first key
+    int slot;
+  };
+  struct Place {  // of a warp's tile
+    Spot spot;
+    int chunk;  // its chunk's first tile
+    int tile;   // its index, or kNoTile
+    bool settled;
+    int of_pair;                           // by how many bits the block's own of a pair stands higher
     int next_slot, next_index, next_page;  // of the next chunk's tile: slot, its page's place in the table, that page
     unsigned bound, mean_scale;            // of its block, where it is settled, and of that one's neighbour
+  };
+  struct RowOfWarp {  // a warp's sums of a row, on their way to the group's
+    unsigned long long den, value_mass, half_mass;
+    int peak;
   };
   /// A warp's, and what the other warps read of its tile. One block: a single address leads to all of it.
   struct alignas(16) Warp {
@@ -42,6 +53,7 @@ struct NarrowShared {
     uint8_t code[kRows][80];
     uint16_t keys[kTile];  // whose V is read, 2^8: plane l; before that two lists of bytes, K's l and b
     Place place;
+    Spot before;                   // of the tile before, once the next is sent for
     int live, slots, low;          // V rows read; with the mean row; V's b rows, which are the first
     int rounds, coded;             // until all of them are multiplied; whether dropped keys have codes
     alignas(16) int codes[kRows];  // C_b
@@ -51,14 +63,18 @@ struct NarrowShared {
   };
 
   // Gathered, of each warp: V's h and l beside each other, then V's b; before that K's l or b.
-  alignas(128) uint8_t rows[kChunkTiles][(kSlots + kLowSlots) * D];
+  union {
+    alignas(128) uint8_t rows[kChunkTiles][(kSlots + kLowSlots) * D];
+    struct {
+      long long num[kRows * D], code[kRows * D];  // when these are added to the group's
+    } sums;
+  };
   Warp warp[kChunkTiles];
   uint4 scan[Quads][D / 64][32];    // level 0's query fragments
   int ubar[kRows][kNarrowThreads];  // sums of C_b ubar_b, of a thread's channel
   Row row[kRows];
   Offsets offsets;
-  unsigned long long den[kRows], mass[kRows], value_mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
-  int peak[kRows];
+  unsigned long long value_mass[kRows], half_mass[kRows];
   int loud;  // whether some row may drop a weight of 2^26 or more
 };
 

@@ -14,7 +14,7 @@ class NarrowSummer {
   using Shared = NarrowShared<D, Quads>;
 
   // Both are in shared memory: told that they are apart, the compiler gets by with its registers.
-  __device__ NarrowSummer(const Step& step, const RangeTask& __restrict__ task, Shared& __restrict__ shared)
+  __device__ NarrowSummer(const Step& step, RangeTask& task, Shared& __restrict__ shared)
       : step_(step),
         p_(step.params),
         task_(task),
@@ -27,37 +27,39 @@ class NarrowSummer {
         c_(lane_ % 4) {}
 
   static constexpr bool kTail = true;
-  static constexpr bool kStartsEarly = false;  ///< before the references are declared
-  static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : 3;
+  static constexpr bool kStartsEarly = true;  ///< before the references are declared
+  static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : Quads == 2 ? 3 : 2;
 
   __device__ void run();
 
  private:
   static constexpr int kHalf = D / 2, kWords = D / 32, kRows = Shared::kRows;
-  static constexpr int kTilesM = D / 64;             // 16-channel tiles of a warp's quarter of the channels
-  static constexpr int kParts = kNarrowThreads / D;  // threads of a channel
-  static constexpr int kLowChunks = D / 16;          // 16-byte pieces of a plane b row
+  static constexpr int kTilesM = D / 64;                // 16-channel tiles of a warp's quarter of the channels
+  static constexpr int kParts = kNarrowThreads / D;     // threads of a channel
+  static constexpr int kCodeColumns = (kRows + 7) / 8;  // products of codes, of eight query rows each
+  static constexpr int kLowChunks = D / 16;             // 16-byte pieces of a plane b row
 
   using Place = typename Shared::Place;
+  using Spot = typename Shared::Spot;
   using Warp = typename Shared::Warp;
-  __device__ const uint8_t* at(const Place& place, int section, int key_bytes) const {
-    return place.page + (section + place.slot * key_bytes);
+  __device__ const uint8_t* at(const Spot& spot, int section, int key_bytes) const {
+    return spot.page + (section + spot.slot * key_bytes);
   }
   __device__ const int32_t* page_entry(int page) const {
     return p_.block_table + task_.batch * p_.block_table_stride + page;
   }
 
-  __device__ void start(int tile_begin, int tile_end);
+  __device__ void start();
 
-  /// Sends for the tile after that of w_.place and for what else is known of it, if it is of the range.
-  __device__ void send(int tile, int tile_end);
+  /// Goes on to the next chunk: sends for its tile and for what else is known of that, if it is of the range.
+  __device__ void send();
 
   /// The block's own of a Place's two.
-  __device__ uint16_t of_block(unsigned pair) const;
+  __device__ uint16_t of_block(unsigned pair) const { return static_cast<uint16_t>(pair >> w_.place.of_pair); }
 
   /// Everything about one tile up to the fetch of its values. A warp without one scans what is left of
   /// another, for all warps to meet at the same place.
-  __device__ void score(unsigned parity);
+  __device__ void score();
 
   /// Level 0. Returns which of the lane's keys ask for K's l.
   __device__ unsigned scan(float (&x)[8][Quads]);
@@ -104,7 +106,7 @@ class NarrowSummer {
   static constexpr int kPieces = kHalf / 16;  // 16-byte pieces of a plane h or l row
 
   /// Sends for the V rows of the warp's slots of a round, in the first one also for what stands in for dropped keys.
-  __device__ void gather_values(const Place& place, int round);
+  __device__ void gather_values(const Spot& spot, int round);
 
   /// A tile's mean row, (D,), and behind it the block's mean codes, (D,).
   __device__ const uint8_t* mean_row(int tile) const { return reinterpret_cast<const uint8_t*>(s_.warp[tile].x); }
@@ -124,6 +126,12 @@ class NarrowSummer {
 
   __device__ void add_nibbles(int from, int first, int h_at, int l_at, unsigned pick);
 
+  /// Of the products by weight bytes, in two of their rows: g (half 0) and g + 8.
+  __device__ static long long joined(const int (&sum)[2][4], int half) {
+    return sum[0][2 * half] + 0x100ll * sum[0][2 * half + 1] + 0x10000ll * sum[1][2 * half] +
+           0x1000000ll * sum[1][2 * half + 1];
+  }
+
   /// Sixteen slots' plane b, from slot `first` on.
   __device__ void add_low(int from, int first, unsigned pick);
 
@@ -139,17 +147,29 @@ class NarrowSummer {
   /// Adds everything the threads hold to the group's sums, by way of shared memory.
   __device__ void flush();
 
-  __device__ void flush_row(int t);
+  /// f(at, sum) of all code products that the lane holds. at: of (row, channel) in (rows, D).
+  template <class F>
+  __device__ void for_codes(F f) const;
+
+  /// (kRows,): a warp's, where the weights were.
+  using RowOfWarp = typename Shared::RowOfWarp;
+  __device__ static RowOfWarp* rows_of(Warp& warp) { return reinterpret_cast<RowOfWarp*>(warp.weight); }
+  static_assert(sizeof(Warp::weight) >= kRows * sizeof(RowOfWarp) && offsetof(Warp, weight) % alignof(RowOfWarp) == 0);
+
+  /// What the warp holds of row 4 t + c, to shared memory.
+  __device__ void store_row(int t);
+  /// All warps' sums of a row to the group's.
+  __device__ void add_row(int r);
 
   /// num and code_sum, (rows, D) in shared memory, to the group's; what the value products left out is made up for:
   /// their bytes are 128 above the values, and those of plane h alone half below.
-  __device__ void add_to_group(const unsigned long long* num, const unsigned long long* code_sum);
+  __device__ void add_to_group(const long long* num, const long long* code_sum);
 
-  __device__ void publish();
+  __device__ void end();
 
   const Step& step_;
   const plan::DecodeParams& p_;
-  const RangeTask& task_;
+  RangeTask& task_;
   Shared& s_;
   const CacheLayout& layout_;
   const int warp_;
@@ -157,7 +177,7 @@ class NarrowSummer {
   const int lane_, g_, c_;  // lane 4 g + c
 
   int value_[kTilesM][Quads][2][4], low_value_[kTilesM][Quads][2][4];  // products by weight byte 2 n + column % 2
-  int code_pair_[4], code_odd_[4];                                     // of 16 u_even + u_odd, and of u_odd
+  int code_pair_[kCodeColumns][4], code_odd_[kCodeColumns][4];         // of 16 u_even + u_odd, and of u_odd
   unsigned long long den_[Quads], value_mass_[Quads], half_mass_[Quads];
   float peak_[Quads];
 };

@@ -5,17 +5,17 @@
 namespace fold::cuda {
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::gather_values(const Place& place, int round) {
+__device__ void NarrowSummer<D, Quads>::gather_values(const Spot& spot, int round) {
   __syncwarp();  // the tile's list and counts
   if (round == 0 && w_.slots > w_.live && lane_ < (w_.coded ? 2 : 1) * kLowChunks) {
     const uint8_t* const from =
-        at(place, 0, 0) + place.slot / kTile * D + (lane_ < kLowChunks ? s_.offsets.mean : s_.offsets.ubar - D);
+        at(spot, 0, 0) + spot.slot / kTile * D + (lane_ < kLowChunks ? s_.offsets.mean : s_.offsets.ubar - D);
     ptx::copy_16(ptx::shared_address(mean_row(warp_)) + 16 * lane_, from + 16 * lane_);
   }
   const int first = kSlots * round, first_low = kLowSlots * round;
   const int total = min(w_.live - first, kSlots), low = w_.low - first_low;
-  const uint8_t* const v_h = at(place, s_.offsets.v_h, kHalf);
-  const uint8_t* const v_l = at(place, s_.offsets.v_l, kHalf);
+  const uint8_t* const v_h = at(spot, s_.offsets.v_h, kHalf);
+  const uint8_t* const v_l = at(spot, s_.offsets.v_l, kHalf);
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
   const uint16_t* keys = w_.keys + first;
@@ -31,7 +31,7 @@ __device__ void NarrowSummer<D, Quads>::gather_values(const Place& place, int ro
     }
   }
   if (low <= 0) return;
-  const uint8_t* const v_b = at(place, s_.offsets.v_b, D);
+  const uint8_t* const v_b = at(spot, s_.offsets.v_b, D);
   keys = w_.keys + first_low;
 #pragma unroll 1
   for (int slot = lane_ / kLowChunks; slot < kLowSlots; slot += 32 / kLowChunks) {
@@ -129,21 +129,27 @@ __device__ void NarrowSummer<D, Quads>::add_low(int from, int first, unsigned pi
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::add_mean_codes() {
   const int channel = threadIdx.x % D, part = threadIdx.x / D;
+  int sum[kRows] = {};
+  bool any = false;
 #pragma unroll
   for (int i = 0; i < kChunkTiles / kParts; ++i) {
     const int from = i * kParts + part;
     const Warp& tile = s_.warp[from];
     if (!tile.coded) continue;
+    any = true;
     const int ubar = mean_row(from)[D + channel];
 #pragma unroll
     for (int t = 0; t < Quads; ++t) {
       const int4 codes = *reinterpret_cast<const int4*>(&tile.codes[4 * t]);
-      s_.ubar[4 * t][threadIdx.x] += codes.x * ubar;
-      s_.ubar[4 * t + 1][threadIdx.x] += codes.y * ubar;
-      s_.ubar[4 * t + 2][threadIdx.x] += codes.z * ubar;
-      s_.ubar[4 * t + 3][threadIdx.x] += codes.w * ubar;
+      sum[4 * t] += codes.x * ubar;
+      sum[4 * t + 1] += codes.y * ubar;
+      sum[4 * t + 2] += codes.z * ubar;
+      sum[4 * t + 3] += codes.w * ubar;
     }
   }
+  if (!any) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) s_.ubar[r][threadIdx.x] += sum[r];
 }
 
 template <int D, int Quads>
@@ -152,20 +158,22 @@ __device__ void NarrowSummer<D, Quads>::add_codes() {
   // Key g + 8 i has its code at 32 (i / 4) + 4 g + i % 4, which the load has to match.
   const int key = 4 * (matrix / 2) + row / 2 + 8 * (2 * (matrix % 2) + row % 2);
   uint32_t rows = ptx::shared_address(s_.warp[0].k_h) + key * kHalf + 16 * nibble_piece();
-  const auto* code =
-      reinterpret_cast<const uint32_t*>(s_.warp[0].code[g_ % kRows]) + c_;  // columns beyond count nowhere
 #pragma unroll 1
-  for (int from = 0; from < kChunkTiles; ++from, rows += sizeof(Warp), code += sizeof(Warp) / 4) {
+  for (int from = 0; from < kChunkTiles; ++from, rows += sizeof(Warp)) {
     if (!s_.warp[from].coded) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (D == 64 && half != warp_ % 2) continue;
       uint32_t even[2], odd[2];
       load_pairs(rows + 32 * half * kHalf, even, odd);
-      const uint32_t b0 = code[8 * half], b1 = code[8 * half + 4];
       constexpr uint32_t kOdd = 0x0F0F0F0Fu;
-      ptx::mma_u8u8(code_pair_, even[0], odd[0], even[1], odd[1], b0, b1);
-      ptx::mma_u8u8(code_odd_, even[0] & kOdd, odd[0] & kOdd, even[1] & kOdd, odd[1] & kOdd, b0, b1);
+#pragma unroll
+      for (int n = 0; n < kCodeColumns; ++n) {  // columns past the last row's count nowhere
+        const auto* const code =
+            reinterpret_cast<const uint32_t*>(s_.warp[from].code[(8 * n + g_) % kRows]) + (8 * half + c_);
+        ptx::mma_u8u8(code_pair_[n], even[0], odd[0], even[1], odd[1], code[0], code[4]);
+        ptx::mma_u8u8(code_odd_[n], even[0] & kOdd, odd[0] & kOdd, even[1] & kOdd, odd[1] & kOdd, code[0], code[4]);
+      }
     }
   }
 }
@@ -183,7 +191,7 @@ __device__ void NarrowSummer<D, Quads>::clear_accumulators() {
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) code_pair_[i] = code_odd_[i] = 0;
+  for (int i = 0; i < 4 * kCodeColumns; ++i) code_pair_[i / 4][i % 4] = code_odd_[i / 4][i % 4] = 0;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) s_.ubar[r][threadIdx.x] = 0;
   if (lane_ == 0) w_.values = w_.bytes = 0;
@@ -192,82 +200,85 @@ __device__ void NarrowSummer<D, Quads>::clear_accumulators() {
 
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::flush() {
-  // (rows, D): a numerator without its factor 2^8, and S of section 7. Over the gathered rows.
-  auto* const num = reinterpret_cast<unsigned long long*>(s_.rows);
-  static_assert(sizeof(s_.rows) >= 2 * kRows * D * sizeof(unsigned long long));
-  unsigned long long* const code_sum = num + kRows * D;
-  __syncthreads();
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * kRows * D; i += kNarrowThreads) num[i] = 0;
-  __syncthreads();
-  const auto add = [](unsigned long long* to, long long value) {
-    atomicAdd(to, static_cast<unsigned long long>(value));
-  };
+  // (rows, D): a numerator without its factor 2^8, and S of section 7 without ubar. A sum has one owner at a time.
+  long long *const num = s_.sums.num, *const code_sum = s_.sums.code;
+  const auto for_values = [&](const int(&of)[kTilesM][Quads][2][4], auto channel, auto f) {
 #pragma unroll
-  for (int t = 0; t < Quads; ++t) {
-    const int r = 4 * t + c_;
+    for (int t = 0; t < Quads; ++t) {
 #pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-      const int byte = D == 128 ? m : warp_ % 2;
+      for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int(&high)[2][4] = value_[m][t];
-        const int(&low)[2][4] = low_value_[m][t];
-        const auto joined = [&](const int(&sum)[2][4]) {
-          const long long pair[2] = {sum[0][2 * half] + 256ll * sum[0][2 * half + 1],
-                                     sum[1][2 * half] + 256ll * sum[1][2 * half + 1]};
-          return pair[0] + 65536 * pair[1];
-        };
-        add(&num[r * D + 32 * nibble_piece() + 4 * g_ + 2 * byte + half], 256 * joined(high));
-        add(&num[r * D + 16 * (warp_ * kTilesM + m) + 2 * g_ + half], joined(low));
+        for (int half = 0; half < 2; ++half) {
+          f(num[(4 * t + c_) * D + channel(m) + half], joined(of[m][t], half));
+        }
       }
     }
-  }
+  };
+  __syncthreads();
+  for_values(
+      value_, [&](int m) { return 32 * nibble_piece() + 4 * g_ + 2 * (D == 128 ? m : warp_ % 2); },
+      [](long long& to, long long sum) { to = 256 * sum; });
+  const bool second = D == 64 && warp_ % 2 != 0;  // two warps have a piece's codes
+  if (!second) for_codes([&](int at, long long sum) { code_sum[at] = sum; });
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // byte columns g and g + 8 of the pairs, query rows 2 c and 2 c + 1
-    const int r = 2 * c_ + i % 2, byte = 16 * nibble_piece() + 2 * g_ + i / 2;
-    if (r >= kRows) continue;
-    add(&code_sum[r * D + 2 * byte], static_cast<long long>(code_pair_[i]) - code_odd_[i]);
-    add(&code_sum[r * D + 2 * byte + 1], 16ll * code_odd_[i]);
-  }
-  const int channel = threadIdx.x % D;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) add(&code_sum[r * D + channel], -static_cast<long long>(s_.ubar[r][threadIdx.x]));
-#pragma unroll
-  for (int t = 0; t < Quads; ++t) flush_row(t);
-  __syncwarp();
-  if (lane_ < kRows) {
-    atomicAdd(&s_.dropped[lane_], w_.dropped[lane_]);
-    atomicAdd(&s_.den[lane_], w_.dropped[lane_]);
-  }
-  if (lane_ == 0) {
-    atomicAdd(&s_.values, static_cast<unsigned long long>(w_.values));
-    atomicAdd(&s_.bytes, static_cast<unsigned long long>(w_.bytes));
-  }
+  for (int t = 0; t < Quads; ++t) store_row(t);
+  __syncthreads();
+  for_values(
+      low_value_, [&](int m) { return 16 * (warp_ * kTilesM + m) + 2 * g_; },
+      [](long long& to, long long sum) { to += sum; });
+  if (second) for_codes([&](int at, long long sum) { code_sum[at] += sum; });
+  if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) add_row(r);
+  if (lane_ == 0) ptx::add_global(&task_.g.head->bytes, w_.bytes);
   __syncthreads();
   add_to_group(num, code_sum);
   clear_accumulators();
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::flush_row(int t) {
+template <class F>
+__device__ void NarrowSummer<D, Quads>::for_codes(F f) const {
+#pragma unroll
+  for (int i = 0; i < 4 * kCodeColumns; ++i) {  // byte columns g and g + 8 of the pairs, query rows 2 c and 2 c + 1
+    const int r = 8 * (i / 4) + 2 * c_ + i % 2, byte = 16 * nibble_piece() + 2 * g_ + i % 4 / 2;
+    if (r >= kRows) continue;
+    const int odd = code_odd_[i / 4][i % 4];
+    f(r * D + 2 * byte, static_cast<long long>(code_pair_[i / 4][i % 4]) - odd);
+    f(r * D + 2 * byte + 1, 16ll * odd);
+  }
+}
+
+template <int D, int Quads>
+__device__ void NarrowSummer<D, Quads>::store_row(int t) {
   const int r = 4 * t + c_;
   const uint64_t den = sum_over_keys(static_cast<uint64_t>(den_[t]));
   const uint64_t value_mass = sum_over_keys(static_cast<uint64_t>(value_mass_[t]));
   const uint64_t half_mass = sum_over_keys(static_cast<uint64_t>(half_mass_[t]));
   int peak = ordered(peak_[t]);
   for (int s = 4; s < 32; s *= 2) peak = max(peak, __shfl_xor_sync(kWarp, peak, s));
-  if (g_ != 0) return;
-  atomicAdd(&s_.den[r], static_cast<unsigned long long>(den));
-  atomicAdd(&s_.value_mass[r], static_cast<unsigned long long>(value_mass));
-  atomicAdd(&s_.mass[r], static_cast<unsigned long long>(value_mass));
-  atomicAdd(&s_.half_mass[r], static_cast<unsigned long long>(half_mass));
-  atomicMax(&s_.peak[r], peak);
+  if (g_ == 0) rows_of(w_)[r] = {den, value_mass, half_mass, peak};
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::add_to_group(const unsigned long long* num,
-                                                     const unsigned long long* code_sum) {
+__device__ void NarrowSummer<D, Quads>::add_row(int r) {
+  RowSums sums{0, 0, 0, 0, ordered(-INFINITY)};
+  unsigned long long half_mass = 0;
+#pragma unroll
+  for (Warp& of_warp : s_.warp) {
+    const RowOfWarp& row = rows_of(of_warp)[r];
+    sums.den += row.den + of_warp.dropped[r];
+    sums.mass += row.value_mass;
+    sums.dropped += of_warp.dropped[r];
+    sums.values_read += of_warp.values;
+    sums.peak = max(sums.peak, row.peak);
+    half_mass += row.half_mass;
+  }
+  s_.value_mass[r] = sums.mass;
+  s_.half_mass[r] = half_mass;
+  add_row_sums(task_, r, sums);
+}
+
+template <int D, int Quads>
+__device__ void NarrowSummer<D, Quads>::add_to_group(const long long* num, const long long* code_sum) {
   const GroupState& g = task_.g;
 #pragma unroll 1
   for (int i = threadIdx.x; i < task_.rows * D; i += kNarrowThreads) {
@@ -291,7 +302,10 @@ __device__ void NarrowSummer<D, Quads>::add_to_group(const unsigned long long* n
       long long t[kMine] = {};
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
-        const long long sum = static_cast<long long>(code_sum[r * D + lane_ + 32 * i]);
+        const int channel = lane_ + 32 * i;
+        long long sum = code_sum[r * D + channel];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) sum -= s_.ubar[r][channel + part * D];
 #pragma unroll
         for (int j = 0; j < kMine; ++j) t[j] += direction[j][i] * sum;
       }
@@ -306,18 +320,11 @@ __device__ void NarrowSummer<D, Quads>::add_to_group(const unsigned long long* n
     }
   }
   __syncthreads();
-  if (threadIdx.x < kRows) s_.value_mass[threadIdx.x] = s_.half_mass[threadIdx.x] = 0;
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::publish() {
-  if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
-    add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
-  }
-  if (threadIdx.x == 0) ptx::add_global(&task_.g.head->bytes, s_.bytes);
-  if (lane_ == 0) {
-    ptx::invalidate_barrier(ptx::shared_address(&w_.barrier));
-  }
+__device__ void NarrowSummer<D, Quads>::end() {
+  if (lane_ == 0) ptx::invalidate_barrier(ptx::shared_address(&w_.barrier));
   __syncthreads();
 }
 

@@ -85,7 +85,8 @@ __device__ bool NarrowSummer<D, Quads>::weigh_dropped(const float (&x)[8], int t
   if (g_ == 0) w_.dropped[4 * t + c_] += block_mass;
   if (!layout_.tail) return false;
   if (const uint16_t mean_scale = of_block(w_.place.mean_scale); mean_scale != numerics::kBf16Nan) {
-    const double share = numerics::ldexp_exact(static_cast<double>(numerics::from_bf16(mean_scale)), -row.e_exponent);
+    const double share =  // exact
+        __dmul_rn(static_cast<double>(numerics::from_bf16(mean_scale)), static_cast<double>(row.per_e));
     mean_weight = static_cast<unsigned>(fmin(rint(__dmul_rn(static_cast<double>(block_mass), share)), 4294967295.0));
   }
   if (task_.fit_mark == 0) return false;

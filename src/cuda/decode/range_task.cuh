@@ -53,7 +53,7 @@ __device__ inline void join_task(RangeTask& task) {
   const GroupHead head = *task.g.head;
   if (head.seen == 0) {  // nothing else of it is written
     task.active = 0;
-    task.seen = task.typical = task.outliers = 0;
+    task.seen = task.fit_mark = task.typical = task.outliers = 0;
     return;
   }
   task.active = head.active;

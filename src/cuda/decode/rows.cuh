@@ -1,11 +1,10 @@
 #pragma once
+#include "cuda/counting.cuh"
 #include "fold/tensor.h"
 #include "numerics/planes.h"
 
 // Rows of D channels held by a warp: lane i has channels i * D / 32 .. (i + 1) * D / 32.
 namespace fold::cuda {
-
-constexpr unsigned kWarp = 0xFFFFFFFFu;
 
 /// numerics::rotate, over a warp. x: (D / 32,)
 template <int D>

@@ -128,7 +128,7 @@ class ScanWarp {
     TileKeys keys = settled_keys(first_key_, tile, g_);
     int begin = 0, end = 8;  // of the keys' bits
     if (!settled) {
-      keys = keys_of(task_.visible, tile, g_);
+      keys = keys_of_unsettled(task_.visible, tile, g_);
       if (n < halves_) {
         begin = (unit(n) - halves_from_) % 2 * 4;
         end = begin + 4;

@@ -3,8 +3,8 @@
 #include "cuda/decode/narrow_values.cuh"
 #include "cuda/decode/narrow_weights.cuh"
 
-// The sums of a range of tiles for groups of up to 8 rows, D = 64 or 128, with the tail model (docs/numerics.md,
-// sections 6 and 7).
+// The sums of a range of tiles for groups of up to 12 rows, D = 128, or 16, D = 64, with the tail model or without
+// (docs/numerics.md, sections 6 and 7).
 //
 // A CTA of four warps takes a chunk of four tiles at a time. Each warp scores a tile alone: level 0 of every key from a
 // bulk copy of K's h plane, the deeper levels of those that ask from gathered rows, then every weight; it sends for the
@@ -17,38 +17,38 @@ namespace fold::cuda {
 
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::run() {
-  const int &tile_begin = task_.tiles.begin, &tile_end = task_.tiles.end;
-  start(tile_begin, tile_end);
-  for (int tile = tile_begin; tile < tile_end; tile += kChunkTiles) {
-    score((tile - tile_begin) / kChunkTiles % 2);
+  start();
+  bool more = true;
+  while (more) {
+    score();
     __syncthreads();  // what was scored is in shared memory
     add_codes();
     ptx::wait_copies();
     store_mean(0);
     __syncthreads();  // the V rows are there, K's tiles are free
-    const Place done = w_.place;
-    send(tile + kChunkTiles + warp_, tile_end);
+    if (lane_ == 0) w_.before = w_.place.spot;
+    send();
     add_mean_codes();
     const int rounds = max(max(s_.warp[0].rounds, s_.warp[1].rounds), max(s_.warp[2].rounds, s_.warp[3].rounds));
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
       if (round > 0) {
         __syncthreads();
-        gather_values(done, round);
+        gather_values(w_.before, round);
         ptx::wait_copies();
         store_mean(round);
         __syncthreads();
       }
       add_values(round);
     }
-    const int scored = tile + kChunkTiles - tile_begin;
-    if (scored % (kFlushChunks * kChunkTiles) == 0 || tile + kChunkTiles >= tile_end) flush();
+    more = w_.place.chunk < task_.tiles.end;
+    if (!more || (w_.place.chunk - task_.tiles.begin) % (kFlushChunks * kChunkTiles) == 0) flush();
   }
-  publish();
+  end();
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
+__device__ void NarrowSummer<D, Quads>::start() {
   const uint32_t barrier = ptx::shared_address(&w_.barrier);
   if (lane_ == 0) {
     ptx::init_barrier(barrier);
@@ -64,14 +64,17 @@ __device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
                   offset(from.mean_scale, 2 * block), offset(from.mean, D * block),  offset(from.ubar, D * block)};
     s_.loud = 0;
   }
-  if (lane_ == 0 && tile_begin + warp_ < tile_end) {
-    const int page_size = static_cast<int>(layout_.page_size), key = (tile_begin + warp_) * kTile;
+  if (lane_ == 0) w_.place.chunk = task_.tiles.begin - kChunkTiles;
+  if (const int tile = task_.tiles.begin + warp_; lane_ == 0 && tile < task_.tiles.end) {
+    const int page_size = static_cast<int>(layout_.page_size), key = tile * kTile;
     w_.place.next_slot = key % page_size;
     w_.place.next_index = key / page_size;
     w_.place.next_page = *page_entry(key / page_size);
   }
   __syncthreads();
-  send(tile_begin + warp_, tile_end);
+  send();
+  join_task(task_);
+  __syncthreads();
   const GroupState& g = task_.g;
   for (int r = threadIdx.x; r < kRows; r += kNarrowThreads) {
     typename Shared::Row& row = s_.row[r];
@@ -92,13 +95,9 @@ __device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
            .per_e = numerics::pow2(-state.e_exponent),
            .first_sum = kRoundMagic - 120 * state.sum_a,
            .sum_128 = 128 * state.sum,
-           .fit_shift = state.fit_shift,
-           .e_exponent = state.e_exponent};
-    s_.den[r] = s_.mass[r] = s_.value_mass[r] = s_.half_mass[r] = s_.dropped[r] = 0;
-    s_.peak[r] = ordered(-INFINITY);
+           .fit_shift = state.fit_shift};
     if (active && !(state.gates.v_h >= 1.0f)) s_.loud = 1;
   }
-  if (threadIdx.x == 0) s_.values = s_.bytes = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < Quads * kWords * 32; i += kNarrowThreads) {
     const int t = i / (kWords * 32), w = i / 32 % kWords, lane = i % 32;
@@ -120,25 +119,35 @@ __device__ void NarrowSummer<D, Quads>::start(int tile_begin, int tile_end) {
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::send(int tile, int tile_end) {
+__device__ void NarrowSummer<D, Quads>::send() {
   Place& place = w_.place;
+  const int chunk = place.chunk + kChunkTiles, tile = chunk + warp_, tile_end = task_.tiles.end;
   if (tile >= tile_end) {
-    if (lane_ == 0) place.tile = kNoTile;
+    __syncwarp();  // every lane has what stood there
+    if (lane_ == 0) {
+      place.chunk = chunk;
+      place.tile = kNoTile;
+    }
     __syncwarp();
     return;
   }
-  const uint8_t* const page = p_.cache.pages + place.next_page * p_.cache.page_stride;
+  // A page that does not exist makes for nonsense, which nobody asks for.
+  const unsigned id = min(static_cast<unsigned>(place.next_page), static_cast<unsigned>(p_.cache.num_pages - 1));
+  const uint8_t* const page = p_.cache.pages + id * p_.cache.page_stride;
   const int slot = place.next_slot, page_size = static_cast<int>(layout_.page_size);
   int next_slot = slot + kChunkTiles * kTile, next_index = place.next_index;
   while (next_slot >= page_size) {
     next_slot -= page_size;
     ++next_index;
   }
+  const bool settled = task_.visible.settled(tile);
   __syncwarp();  // every lane has what stood there
   if (lane_ == 0) {
-    place.page = page;
+    place.spot = {page, slot};
+    place.chunk = chunk;
     place.tile = tile;
-    place.slot = slot;
+    place.settled = settled;
+    place.of_pair = 8 * ((s_.offsets.bound + 2 * (slot / kTile)) & 2);  // of mean_scale the same
     place.next_slot = next_slot;
     place.next_index = next_index;
     const uint32_t barrier = ptx::shared_address(&w_.barrier);
@@ -155,8 +164,7 @@ __device__ void NarrowSummer<D, Quads>::send(int tile, int tile_end) {
     const void* const to = lane_ == 16 ? static_cast<void*>(&place.next_page)
                            : bound     ? &place.bound
                                        : &place.mean_scale;
-    const bool exists =
-        lane_ == 16 ? tile + kChunkTiles < tile_end : task_.visible.settled(tile) && (bound || layout_.tail);
+    const bool exists = lane_ == 16 ? tile + kChunkTiles < tile_end : settled && (bound || layout_.tail);
     if (exists) ptx::copy_4(ptx::shared_address(to), from);
   }
   __syncwarp();
