@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "api/cache_checks.h"
 #include "api/cache_file.h"
@@ -134,7 +135,7 @@ KVCache::Tables KVCache::tables(const std::vector<int64_t>& ids, const PageTable
     return v;
   };
   const auto size = [](size_t n) { return static_cast<int64_t>(n); };
-  t.depth = view(0, DType::f32, {1});
+  if (std::isfinite(options_.depth)) t.depth = view(0, DType::f32, {1});
   if (heads > 0) t.sinks = view(1, DType::f32, {size(heads)});
   t.lengths = view(lengths, DType::i32, {size(rows)});
   t.block_table = view(table, DType::i32, {size(rows), size(width)});

@@ -1,7 +1,7 @@
 #pragma once
 #include <cstdint>
 
-// Counting over requests, by a whole thread block.
+// Counting, by a whole thread block.
 namespace fold::cuda {
 
 constexpr unsigned kWarp = 0xFFFFFFFFu;  ///< all lanes
@@ -30,37 +30,37 @@ __device__ inline unsigned exclusive_sum(unsigned n, unsigned& total, ScanShared
   return earlier + sum - n;
 }
 
-/// The index-th of things that requests have count(request) of each, in order.
+/// The index-th of things that owners 0, 1, ... have count(owner) of each, in order.
 struct Located {
-  int request;      // -1: there are not so many
-  unsigned offset;  // among its request's
+  int owner;        // -1: there are not so many
+  unsigned offset;  // among its owner's
   unsigned total;
 };
 
 struct LocateShared {
   ScanShared scan;
-  int request;
+  int owner;
   unsigned offset;
 };
 
 template <typename Count>
-__device__ Located locate(unsigned index, int64_t requests, Count count, LocateShared& shared) {
+__device__ Located locate(unsigned index, int64_t owners, Count count, LocateShared& shared) {
   unsigned total = 0;
   __syncthreads();  // shared may still be in use
-  if (threadIdx.x == 0) shared.request = -1;
-  for (int64_t first = 0; first < requests; first += blockDim.x) {
-    const int request = static_cast<int>(first + threadIdx.x);
-    const unsigned n = request < requests ? count(request) : 0;
+  if (threadIdx.x == 0) shared.owner = -1;
+  for (int64_t first = 0; first < owners; first += blockDim.x) {
+    const int owner = static_cast<int>(first + threadIdx.x);
+    const unsigned n = owner < owners ? count(owner) : 0;
     unsigned sum = 0;
     const unsigned before = total + exclusive_sum(n, sum, shared.scan);
     if (index - before < n) {  // wraps for an earlier index
-      shared.request = request;
+      shared.owner = owner;
       shared.offset = index - before;
     }
     total += sum;
   }
   __syncthreads();
-  return {shared.request, shared.offset, total};
+  return {shared.owner, shared.offset, total};
 }
 
 }  // namespace fold::cuda

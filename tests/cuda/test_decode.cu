@@ -57,7 +57,7 @@ TEST_P(DecodeShapes, HaveTheCpusBytes) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, DecodeShapes,
                          testing::Combine(testing::Values(64, 128, 256),
-                                          testing::Values(1, 2, 3, 4, 7, 8, 12, 16, 33)));
+                                          testing::Values(1, 2, 3, 4, 7, 8, 10, 12, 14, 16, 33)));
 
 TEST_P(DecodeDevice, SplitsChangeNoBit) {
   Case c = plain();
@@ -99,6 +99,19 @@ TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
     c.lengths[at] = 6000;
     compare(c);
   }
+}
+
+/// So long that a CTA hands its sums over in between.
+TEST_P(DecodeDevice, ALongRange) {
+  Case c = plain();
+  c.layout.n_kv_heads = 1;
+  c.layout.head_dim = 64;
+  c.group = 2;
+  c.lengths = {33300};
+  c.splits = 1;
+  compare(c);
+  c.depths = {};
+  compare(c);
 }
 
 TEST_P(DecodeDevice, ManyShortRequests) {

@@ -250,11 +250,11 @@ __device__ inline bool find_task(const Write& w, LocateShared& shared, BlockTask
   const int heads = static_cast<int>(cache.layout.n_kv_heads), shares = (heads + w.head_step - 1) / w.head_step;
   const auto blocks = [&w](int request) { return touched_blocks(request_of(w, request)); };
   const Located place = locate(blockIdx.x / shares, w.params.batch, blocks, shared);
-  if (place.request < 0) return false;
+  if (place.owner < 0) return false;
   if (threadIdx.x == 0) {
-    const Request r = request_of(w, place.request);
+    const Request r = request_of(w, place.owner);
     const int64_t start = (r.length / kTile + place.offset) * kTile;
-    const Location at = locate_key(w, place.request, start);
+    const Location at = locate_key(w, place.owner, start);
     const int first_head = static_cast<int>(blockIdx.x) % shares * w.head_step;
     const int first_new = static_cast<int>(max(r.length - start, int64_t{0}));
     const int last_new = static_cast<int>(min(r.new_length - start, int64_t{kTile}));

@@ -163,9 +163,9 @@ __global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constan
   while (state.index < state.fits) {  // once, if a fit has several parts
     const Located place = find_mark(w, static_cast<unsigned>(state.index / heads), state);
     if (threadIdx.x == 0) {
-      state.mark = plan::next_mark(request_of(w, place.request).length);
+      state.mark = plan::next_mark(request_of(w, place.owner).length);
       for (unsigned i = 0; i < place.offset; ++i) state.mark = plan::next_mark(state.mark);
-      state.request = place.request;
+      state.request = place.owner;
       state.head = static_cast<int>(state.index % heads);
     }
     __syncthreads();

@@ -14,24 +14,6 @@
 namespace fold::cuda {
 namespace {
 
-/// How the rows of a group are summed: up to 4 Quads at a time by StreamSummer or by NarrowSummer, where there may be a
-/// tail model; any number (Quads = 0) by RangeSummer.
-template <int D, int Quads, bool Tail>
-struct Summing {
-  using Shared = StreamShared<D, Quads>;
-  using Summer = StreamSummer<D, Quads>;
-};
-template <int D, int Quads>
-struct Summing<D, Quads, true> {
-  using Shared = NarrowShared<D, Quads>;
-  using Summer = NarrowSummer<D, Quads>;
-};
-template <int D>
-struct Summing<D, 0, true> {
-  using Shared = SumShared<D>;
-  using Summer = RangeSummer<D>;
-};
-
 /// An item's sums are in; the CTA that adds a group's last ones finishes it.
 template <int D, bool Tail>
 __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
@@ -64,8 +46,8 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
 }
 
 /// Sums an item. What prepare_kernel wrote is there from join_task() on.
-template <int D, class Summer, class Shared>
-__device__ void run_item(const Step& step, const Item& item, RangeTask& task, Shared& shared) {
+template <int D, class Summer>
+__device__ void run_item(const Step& step, const Item& item, RangeTask& task, typename Summer::Shared& shared) {
   __shared__ bool sees;
   if (threadIdx.x == 0) sees = start_task(step, item, task);
   __syncthreads();
@@ -106,13 +88,11 @@ __device__ bool take_item(const Step& step, Item& item) {
 /// All items, a CTA each (if there are more CTAs, the rest end); launched once more, what is to be summed again, by as
 /// many CTAs as there may be. The first starts beside prepare_kernel, which lets it do so when all that came before has
 /// finished: lengths, the block table and the keys are there.
-template <int D, class Summing>
-__global__ __launch_bounds__(Summing::Summer::kThreads,
-                             Summing::Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
-  using Summer = typename Summing::Summer;
+template <int D, class Summer>
+__global__ __launch_bounds__(Summer::kThreads, Summer::kCtas) void step_kernel(const __grid_constant__ Step step) {
   ptx::let_next_kernel_start();
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<typename Summing::Shared*>(shared_bytes);
+  auto& shared = *reinterpret_cast<typename Summer::Shared*>(shared_bytes);
   __shared__ RangeTask task;
   __shared__ ShareOut given;
   __shared__ bool more;
@@ -156,16 +136,15 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
-constexpr int64_t kShortKeys = 2048;
+constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
+constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 constexpr int kShort = 64;  ///< tiles of a range: what even the longest request may have is not worth sharing out
 constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
-template <int D, int Quads, bool Tail>
+template <int D, class Summer>
 void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
-  using How = Summing<D, Quads, Tail>;
-  using Summer = typename How::Summer;
-  constexpr size_t kShared = sizeof(typename How::Shared);
+  constexpr size_t kShared = sizeof(typename Summer::Shared);
   // Beside it the kernel's own variables and what CUDA keeps for itself.
   static_assert(Summer::kCtas * (kShared + 512 + 1024) <= 228 * 1024, "shared memory of a Hopper multiprocessor");
   const int64_t groups = step.workspace.groups, ctas = int64_t{multiprocessors} * Summer::kCtas;
@@ -192,35 +171,36 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   } else if constexpr (D != 256) {
     prepare(std::integral_constant<int, 4>());
   }
-  launch_kernel(step_kernel<D, How>, {items * lanes, Summer::kThreads, kShared, true}, stream, "decode", step);
+  launch_kernel(step_kernel<D, Summer>, {items * lanes, Summer::kThreads, kShared, true}, stream, "decode", step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
   step.again = true;
   step.splits = splits(kRerunSplits, kRerunSplits);
-  launch_kernel(step_kernel<D, How>, {ctas, Summer::kThreads, kShared, true}, stream, "decode, second runs", step);
+  launch_kernel(step_kernel<D, Summer>, {ctas, Summer::kThreads, kShared, true}, stream, "decode, second runs", step);
 }
 
+/// Up to 4, 8 or 12 rows at a time are summed by StreamSummer, or by NarrowSummer, which knows the tail model and is
+/// also the faster one where every value is read, or most of them as requests are short; any number by RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
   const int rows = step.workspace.rows;
   if constexpr (D <= 128) {
-    // NarrowSummer is also the faster one where every value is read, or most of them as requests are short.
     const bool every = step.params.depth == nullptr && step.params.gates == nullptr;
-    const bool many_short = step.workspace.groups > 4 * int64_t{multiprocessors} &&
+    const bool many_short = step.workspace.groups > kManyGroups * multiprocessors &&
                             step.max_pages * step.params.cache.layout.page_size <= kShortKeys;
-    if (step.params.cache.layout.tail || every || many_short || rows > 12) {
-      if (rows <= 4) return launch_step<D, 1, true>(step, multiprocessors, stream);
-      if (rows <= 8) return launch_step<D, 2, true>(step, multiprocessors, stream);
-      if (rows <= 12) return launch_step<D, 3, true>(step, multiprocessors, stream);
-      if constexpr (D == 64) {  // at head dim 128 its registers would not do
-        if (rows <= 16) return launch_step<D, 4, true>(step, multiprocessors, stream);
-      }
+    if (step.params.cache.layout.tail || every || many_short) {
+      if (rows <= 4) return launch_step<D, NarrowSummer<D, 1>>(step, multiprocessors, stream);
+      if (rows <= 8) return launch_step<D, NarrowSummer<D, 2>>(step, multiprocessors, stream);
+      if (rows <= 12) return launch_step<D, NarrowSummer<D, 3>>(step, multiprocessors, stream);
     } else {
-      if (rows <= 4) return launch_step<D, 1, false>(step, multiprocessors, stream);
-      if (rows <= 8) return launch_step<D, 2, false>(step, multiprocessors, stream);
-      if (rows <= 12) return launch_step<D, 3, false>(step, multiprocessors, stream);
+      if (rows <= 4) return launch_step<D, StreamSummer<D, 1>>(step, multiprocessors, stream);
+      if (rows <= 8) return launch_step<D, StreamSummer<D, 2>>(step, multiprocessors, stream);
+      if (rows <= 12) return launch_step<D, StreamSummer<D, 3>>(step, multiprocessors, stream);
     }
   }
-  launch_step<D, 0, true>(step, multiprocessors, stream);
+  if constexpr (D == 64) {  // at head dim 128 its registers would not do
+    if (rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
+  }
+  launch_step<D, RangeSummer<D>>(step, multiprocessors, stream);
 }
 
 Workspace workspace_of(const plan::DecodeParams& p, void* base) {

@@ -13,7 +13,8 @@ class NarrowSummer {
  public:
   using Shared = NarrowShared<D, Quads>;
 
-  // Both are in shared memory: told that they are apart, the compiler gets by with its registers.
+  // Told that what is in `shared` is apart from `task`, which is in shared memory, too, the compiler gets by with its
+  // registers.
   __device__ NarrowSummer(const Step& step, RangeTask& task, Shared& __restrict__ shared)
       : step_(step),
         p_(step.params),
@@ -52,6 +53,8 @@ class NarrowSummer {
   __device__ void start();
 
   /// Goes on to the next chunk: sends for its tile and for what else is known of that, if it is of the range.
+  /// Early: before the earlier kernels have been waited for.
+  template <bool Early>
   __device__ void send();
 
   /// The block's own of a Place's two.
@@ -161,8 +164,9 @@ class NarrowSummer {
   /// All warps' sums of a row to the group's.
   __device__ void add_row(int r);
 
-  /// num and code_sum, (rows, D) in shared memory, to the group's; what the value products left out is made up for:
-  /// their bytes are 128 above the values, and those of plane h alone half below.
+  /// num and code_sum, (rows, D) in shared memory, to the group's; what is to come off them is taken off: from the
+  /// codes ubar's part, from the value products that their bytes are 128 above the values, and those of plane h alone
+  /// half below.
   __device__ void add_to_group(const long long* num, const long long* code_sum);
 
   __device__ void end();

@@ -90,7 +90,7 @@ __device__ bool NarrowSummer<D, Quads>::weigh_dropped(const float (&x)[8], int t
     mean_weight = static_cast<unsigned>(fmin(rint(__dmul_rn(static_cast<double>(block_mass), share)), 4294967295.0));
   }
   if (task_.fit_mark == 0) return false;
-  auto* const to = reinterpret_cast<uint32_t*>(w_.code[4 * t + c_]) + 4 * (g_ / 4) + g_ % 4;
+  auto* const to = reinterpret_cast<uint32_t*>(w_.code[4 * t + c_]) + g_;
   to[0] = codes[0];
   to[8] = codes[1];
   const unsigned sum_codes = sum_over_keys(__dp4a(codes[0], 0x01010101u, __dp4a(codes[1], 0x01010101u, 0u)));

@@ -24,6 +24,11 @@ struct RangeTask {
   int run, fit_mark, typical, outliers, seen;
 };
 
+/// A page's id; where the pool has no such page that of another, for nonsense that nobody asks for.
+__device__ inline unsigned in_pool_or_any(const plan::CacheView& cache, unsigned id) {
+  return min(id, static_cast<unsigned>(cache.num_pages - 1));
+}
+
 /// What can be said before the group's references are declared. False: the token sees no key. One thread.
 __device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;

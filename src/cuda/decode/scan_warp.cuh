@@ -100,8 +100,7 @@ class ScanWarp {
       pages_ = next_pages_;
       next_pages_ = look_up(n + 32 + lane_);
     }
-    // A page that does not exist makes for nonsense, which nobody asks for.
-    const unsigned page = min(__shfl_sync(kWarp, pages_, n % 32), static_cast<unsigned>(p_.cache.num_pages - 1));
+    const unsigned page = in_pool_or_any(p_.cache, __shfl_sync(kWarp, pages_, n % 32));
     const int in_page = tile(n) - column_of_tile(step_, tile(n)) * step_.tiles_of_page, slot = in_page * kTile;
     Stage& stage = w_.stage[n % kStages];
     if (lane_ == 0) stage.place = {static_cast<int>(page), slot};

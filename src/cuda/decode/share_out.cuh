@@ -46,14 +46,15 @@ __device__ inline void share_out(const Step& step, int number, int* scratch, int
     }
     exclusive_sum(own, tiles, shared.locate.scan);
     // Of a tile, and a little more, so that what is whole stays so when rounded down.
-    const float shares = numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), static_cast<float>(tiles));
+    const float shares =
+        numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), static_cast<float>(max(tiles, 1u)));
     const auto splits_of = [&](int i) {
       return max(1, min(scratch[i], static_cast<int>(static_cast<float>(scratch[i]) * shares)));
     };
     const Located at = locate(
         static_cast<unsigned>(number), entries, [&](int i) { return static_cast<unsigned>(lanes * splits_of(i)); },
         shared.locate);
-    entry = at.request;
+    entry = at.owner;
     of_entry = static_cast<int>(at.offset);
     splits = splits_of(max(entry, 0));
   }

@@ -30,7 +30,9 @@ enum WantedPlane { kWantKl, kWantKb, kWantVh, kWantVl, kWantVb };
 template <int D>
 class RangeSummer {
  public:
-  __device__ RangeSummer(const Step& step, const RangeTask& task, SumShared<D>& shared)
+  using Shared = SumShared<D>;
+
+  __device__ RangeSummer(const Step& step, const RangeTask& task, Shared& shared)
       : step_(step), p_(step.params), task_(task), s_(shared), layout_(step.params.cache.layout) {}
 
   static constexpr bool kTail = true;
@@ -267,7 +269,7 @@ class RangeSummer {
   const Step& step_;
   const plan::DecodeParams& p_;
   const RangeTask& task_;
-  SumShared<D>& s_;
+  Shared& s_;
   const CacheLayout layout_;
 };
 

@@ -27,7 +27,7 @@ __device__ void NarrowSummer<D, Quads>::run() {
     store_mean(0);
     __syncthreads();  // the V rows are there, K's tiles are free
     if (lane_ == 0) w_.before = w_.place.spot;
-    send();
+    send<false>();
     add_mean_codes();
     const int rounds = max(max(s_.warp[0].rounds, s_.warp[1].rounds), max(s_.warp[2].rounds, s_.warp[3].rounds));
 #pragma unroll 1
@@ -69,10 +69,10 @@ __device__ void NarrowSummer<D, Quads>::start() {
     const int page_size = static_cast<int>(layout_.page_size), key = tile * kTile;
     w_.place.next_slot = key % page_size;
     w_.place.next_index = key / page_size;
-    w_.place.next_page = *page_entry(key / page_size);
+    w_.place.next_page = __ldcg(page_entry(key / page_size));
   }
   __syncthreads();
-  send();
+  send<true>();
   join_task(task_);
   __syncthreads();
   const GroupState& g = task_.g;
@@ -119,6 +119,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
 }
 
 template <int D, int Quads>
+template <bool Early>
 __device__ void NarrowSummer<D, Quads>::send() {
   Place& place = w_.place;
   const int chunk = place.chunk + kChunkTiles, tile = chunk + warp_, tile_end = task_.tiles.end;
@@ -131,9 +132,8 @@ __device__ void NarrowSummer<D, Quads>::send() {
     __syncwarp();
     return;
   }
-  // A page that does not exist makes for nonsense, which nobody asks for.
-  const unsigned id = min(static_cast<unsigned>(place.next_page), static_cast<unsigned>(p_.cache.num_pages - 1));
-  const uint8_t* const page = p_.cache.pages + id * p_.cache.page_stride;
+  const uint8_t* const page =
+      p_.cache.pages + in_pool_or_any(p_.cache, static_cast<unsigned>(place.next_page)) * p_.cache.page_stride;
   const int slot = place.next_slot, page_size = static_cast<int>(layout_.page_size);
   int next_slot = slot + kChunkTiles * kTile, next_index = place.next_index;
   while (next_slot >= page_size) {
@@ -161,11 +161,13 @@ __device__ void NarrowSummer<D, Quads>::send() {
     const bool bound = lane_ == 17;
     const int pair = (bound ? s_.offsets.bound : s_.offsets.mean_scale) + 2 * (slot / kTile);
     const void* const from = lane_ == 16 ? static_cast<const void*>(page_entry(next_index)) : page + (pair & ~3);
-    const void* const to = lane_ == 16 ? static_cast<void*>(&place.next_page)
-                           : bound     ? &place.bound
-                                       : &place.mean_scale;
+    void* const to = lane_ == 16 ? static_cast<void*>(&place.next_page) : bound ? &place.bound : &place.mean_scale;
     const bool exists = lane_ == 16 ? tile + kChunkTiles < tile_end : settled && (bound || layout_.tail);
-    if (exists) ptx::copy_4(ptx::shared_address(to), from);
+    if constexpr (Early) {  // past L1
+      if (exists) *static_cast<unsigned*>(to) = __ldcg(static_cast<const unsigned*>(from));
+    } else {
+      if (exists) ptx::copy_4(ptx::shared_address(to), from);
+    }
   }
   __syncwarp();
 }
