@@ -179,7 +179,8 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
 }
 
 /// Up to 4, 8 or 12 rows at a time are summed by StreamSummer, or by NarrowSummer, which knows the tail model and is
-/// also the faster one where every value is read, or most of them as requests are short; any number by RangeSummer.
+/// also the faster one where every value is read, or most of them as requests are short; up to 16 by NarrowSummer, any
+/// number by RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
   const int rows = step.workspace.rows;
@@ -196,8 +197,6 @@ void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream)
       if (rows <= 8) return launch_step<D, StreamSummer<D, 2>>(step, multiprocessors, stream);
       if (rows <= 12) return launch_step<D, StreamSummer<D, 3>>(step, multiprocessors, stream);
     }
-  }
-  if constexpr (D == 64) {  // at head dim 128 its registers would not do
     if (rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
   }
   launch_step<D, RangeSummer<D>>(step, multiprocessors, stream);

@@ -4,16 +4,17 @@
 // What the warps of NarrowSummer share (sum_narrow.cuh).
 namespace fold::cuda {
 
-constexpr int kChunkTiles = 4;  ///< tiles of a chunk, warps of a CTA
-constexpr int kNarrowThreads = 32 * kChunkTiles;
-constexpr int kNoTile = -1;        ///< a warp's at the end of a range
-constexpr int kSlots = 32;         ///< V rows of a tile that are multiplied in a round
-constexpr int kLowSlots = 16;      ///< and V's b rows
-constexpr int kFlushChunks = 128;  ///< 2^15 keys: no 32-bit sum of products of bytes overflows before
+constexpr int kNoTile = -1;       ///< a warp's at the end of a range
+constexpr int kSlots = 32;        ///< V rows of a tile that are multiplied in a round
+constexpr int kLowSlots = 16;     ///< and V's b rows
+constexpr int kFlushTiles = 512;  ///< 2^15 keys: no 32-bit sum of products of bytes overflows before
 
 template <int D, int Quads>
 struct NarrowShared {
   static constexpr int kRows = 4 * Quads;
+  /// Tiles of a chunk, warps of a CTA. Of so many rows and channels four warps' registers would not hold the sums.
+  static constexpr int kChunkTiles = D == 128 && Quads == 4 ? 8 : 4;
+  static constexpr int kThreads = 32 * kChunkTiles;
   static constexpr int kRowStride = kTile + 4;  // words; keeps rows off each other's banks
 
   struct Row {  // constants of a query row
@@ -70,8 +71,8 @@ struct NarrowShared {
     } sums;
   };
   Warp warp[kChunkTiles];
-  uint4 scan[Quads][D / 64][32];    // level 0's query fragments
-  int ubar[kRows][kNarrowThreads];  // sums of C_b ubar_b, of a thread's channel
+  uint4 scan[Quads][D / 64][32];  // level 0's query fragments
+  int ubar[kRows][kThreads];      // sums of C_b ubar_b, of a thread's channel
   Row row[kRows];
   Offsets offsets;
   unsigned long long value_mass[kRows], half_mass[kRows];

@@ -29,14 +29,19 @@ class NarrowSummer {
 
   static constexpr bool kTail = true;
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
-  static constexpr int kThreads = kNarrowThreads, kCtas = Quads == 1 ? 4 : Quads == 2 ? 3 : 2;
+  static constexpr int kThreads = Shared::kThreads, kCtas = Quads == 1                 ? 4
+                                                            : Quads == 2               ? 3
+                                                            : Shared::kChunkTiles == 4 ? 2
+                                                                                       : 1;
 
   __device__ void run();
 
  private:
   static constexpr int kHalf = D / 2, kWords = D / 32, kRows = Shared::kRows;
-  static constexpr int kTilesM = D / 64;                // 16-channel tiles of a warp's quarter of the channels
-  static constexpr int kParts = kNarrowThreads / D;     // threads of a channel
+  static constexpr int kChunkTiles = Shared::kChunkTiles;
+  static constexpr int kTilesM = D / 16 / kChunkTiles;  // 16-channel tiles of a warp's share of the channels
+  static constexpr int kParts = kThreads / D;           // threads of a channel
+  static constexpr bool kWholePiece = kTilesM == 2;     // a warp has a whole piece of nibbles (see below), not half
   static constexpr int kCodeColumns = (kRows + 7) / 8;  // products of codes, of eight query rows each
   static constexpr int kLowChunks = D / 16;             // 16-byte pieces of a plane b row
 
@@ -118,8 +123,9 @@ class NarrowSummer {
   /// Brings the mean row, once it has arrived, into its slot if that is of this round.
   __device__ void store_mean(int round);
 
-  /// The warp's 16-byte piece of a row of nibbles, and for D = 64 which byte of each pair is its.
-  __device__ int nibble_piece() const { return D == 128 ? warp_ : warp_ / 2; }
+  /// The warp's 16-byte piece of a row of nibbles, and of its m-th tile of 16 channels which byte of each pair.
+  __device__ int nibble_piece() const { return kWholePiece ? warp_ : warp_ / 2; }
+  __device__ int nibble_byte(int m) const { return kWholePiece ? m : warp_ % 2; }
 
   /// The V rows of a round, every tile's.
   __device__ void add_values(int round);

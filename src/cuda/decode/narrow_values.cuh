@@ -91,7 +91,7 @@ __device__ void NarrowSummer<D, Quads>::add_nibbles(int from, int first, int h_a
   load_pairs(rows + l_at, l[0], l[1]);
 #pragma unroll
   for (int m = 0; m < kTilesM; ++m) {
-    const int byte = D == 128 ? m : warp_ % 2;
+    const int byte = nibble_byte(m);
     const uint32_t h0 = byte == 0 ? h[0][0] : h[1][0], h1 = byte == 0 ? h[0][1] : h[1][1];
     const uint32_t l0 = byte == 0 ? l[0][0] : l[1][0], l1 = byte == 0 ? l[0][1] : l[1][1];
     const uint32_t a0 = ptx::join_nibbles(h0, l0 >> 4), a1 = ptx::join_nibbles(h0 << 4, l0);
@@ -163,7 +163,7 @@ __device__ void NarrowSummer<D, Quads>::add_codes() {
     if (!s_.warp[from].coded) continue;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (D == 64 && half != warp_ % 2) continue;
+      if (!kWholePiece && half != warp_ % 2) continue;
       uint32_t even[2], odd[2];
       load_pairs(rows + 32 * half * kHalf, even, odd);
       constexpr uint32_t kOdd = 0x0F0F0F0Fu;
@@ -216,9 +216,9 @@ __device__ void NarrowSummer<D, Quads>::flush() {
   };
   __syncthreads();
   for_values(
-      value_, [&](int m) { return 32 * nibble_piece() + 4 * g_ + 2 * (D == 128 ? m : warp_ % 2); },
+      value_, [&](int m) { return 32 * nibble_piece() + 4 * g_ + 2 * nibble_byte(m); },
       [](long long& to, long long sum) { to = 256 * sum; });
-  const bool second = D == 64 && warp_ % 2 != 0;  // two warps have a piece's codes
+  const bool second = !kWholePiece && warp_ % 2 != 0;  // two warps have a piece's codes
   if (!second) for_codes([&](int at, long long sum) { code_sum[at] = sum; });
 #pragma unroll
   for (int t = 0; t < Quads; ++t) store_row(t);
@@ -281,7 +281,7 @@ template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::add_to_group(const long long* num, const long long* code_sum) {
   const GroupState& g = task_.g;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < task_.rows * D; i += kNarrowThreads) {
+  for (int i = threadIdx.x; i < task_.rows * D; i += kThreads) {
     const int r = i / D;
     if ((task_.active >> r & 1) == 0) continue;
     const unsigned long long sum = num[i] - (s_.value_mass[r] << 15) + (s_.half_mass[r] << 7);

@@ -3,14 +3,14 @@
 #include "cuda/decode/narrow_values.cuh"
 #include "cuda/decode/narrow_weights.cuh"
 
-// The sums of a range of tiles for groups of up to 12 rows, D = 128, or 16, D = 64, with the tail model or without
+// The sums of a range of tiles for groups of up to 16 rows, D = 64 or 128, with the tail model or without
 // (docs/numerics.md, sections 6 and 7).
 //
-// A CTA of four warps takes a chunk of four tiles at a time. Each warp scores a tile alone: level 0 of every key from a
-// bulk copy of K's h plane, the deeper levels of those that ask from gathered rows, then every weight; it sends for the
-// V rows that are read. Then all warps add the chunk's values, each for a quarter of the channels: what is weighted
-// lies in shared memory with keys as rows, and a transposed load makes keys the products' inner dimension. A tile's
-// mean row stands in for its dropped keys as one more V row.
+// A CTA of four (or eight) warps takes a chunk of as many tiles at a time. Each warp scores a tile alone: level 0 of
+// every key from a bulk copy of K's h plane, the deeper levels of those that ask from gathered rows, then every weight;
+// it sends for the V rows that are read. Then all warps add the chunk's values, each for its share of the channels:
+// what is weighted lies in shared memory with keys as rows, and a transposed load makes keys the products' inner
+// dimension. A tile's mean row stands in for its dropped keys as one more V row.
 //
 // Weights are summed byte by byte: byte j of a row's weight is a column of the product whose sum counts 2^(8 j).
 namespace fold::cuda {
@@ -29,7 +29,9 @@ __device__ void NarrowSummer<D, Quads>::run() {
     if (lane_ == 0) w_.before = w_.place.spot;
     send<false>();
     add_mean_codes();
-    const int rounds = max(max(s_.warp[0].rounds, s_.warp[1].rounds), max(s_.warp[2].rounds, s_.warp[3].rounds));
+    int rounds = 0;
+#pragma unroll
+    for (const Warp& warp : s_.warp) rounds = max(rounds, warp.rounds);
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
       if (round > 0) {
@@ -42,7 +44,7 @@ __device__ void NarrowSummer<D, Quads>::run() {
       add_values(round);
     }
     more = w_.place.chunk < task_.tiles.end;
-    if (!more || (w_.place.chunk - task_.tiles.begin) % (kFlushChunks * kChunkTiles) == 0) flush();
+    if (!more || (w_.place.chunk - task_.tiles.begin) % kFlushTiles == 0) flush();
   }
   end();
 }
@@ -76,7 +78,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
   join_task(task_);
   __syncthreads();
   const GroupState& g = task_.g;
-  for (int r = threadIdx.x; r < kRows; r += kNarrowThreads) {
+  for (int r = threadIdx.x; r < kRows; r += kThreads) {
     typename Shared::Row& row = s_.row[r];
     const bool active = (task_.active >> r & 1) != 0;
     const RowState state = active ? g.rows[r] : RowState{.z = INFINITY};
@@ -99,7 +101,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
     if (active && !(state.gates.v_h >= 1.0f)) s_.loud = 1;
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Quads * kWords * 32; i += kNarrowThreads) {
+  for (int i = threadIdx.x; i < Quads * kWords * 32; i += kThreads) {
     const int t = i / (kWords * 32), w = i / 32 % kWords, lane = i % 32;
     const int row = 4 * t + lane / 8, c = lane % 4, low_plane = lane / 4 % 2;
     uint2 scan{};
