@@ -10,7 +10,7 @@ from fold_attention._lib import lib
 
 
 def _integers(array: Any) -> list[int]:
-    """Of an array of the library's, which takes long to go through."""
+    """Of an array of the library's. An empty one, as most are, is not even gone through, which takes long."""
     return [int(x) for x in array] if len(array) > 0 else []
 
 

@@ -105,19 +105,22 @@ TEST_P(DecodeDevice, ALongRequestAmongManyShortOnes) {
 TEST_P(DecodeDevice, ALongRange) {
   Case c = plain();
   c.layout.n_kv_heads = 1;
-  c.layout.head_dim = 64;
-  c.group = 2;
   c.lengths = {33300};
   c.splits = 1;
-  compare(c);
-  c.depths = {};
-  compare(c);
+  for (const auto& [dim, group] : {std::pair<int64_t, int64_t>{64, 2}, {64, 14}, {128, 16}}) {
+    c.layout.head_dim = dim;
+    c.group = group;
+    c.depths = {12};
+    compare(c);
+    c.depths = {};
+    compare(c);
+  }
 }
 
 TEST_P(DecodeDevice, ManyShortRequests) {
   Case c = plain();
   c.layout.n_kv_heads = 1;
-  for (const int64_t group : {3, 6, 9}) {
+  for (const int64_t group : {3, 6, 9, 16}) {
     c.group = group;
     c.lengths.clear();
     for (int32_t i = 0; i < 600; ++i) c.lengths.push_back(i % 131);
