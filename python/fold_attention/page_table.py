@@ -55,7 +55,7 @@ class PageTable:
     def truncate(self, requests: Sequence[int], lengths: Sequence[int]) -> "PageTable":
         return self._with(lib.page_table_truncate(self.handle, list(requests), list(lengths)))
 
-    def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> "Room":
+    def extend(self, requests: Sequence[int], tokens: Sequence[int]) -> Room:
         """The table with room for the tokens, and what that took."""
         extended = lib.page_table_extend(self.handle, list(requests), list(tokens))
         # By index, as every step comes here and unpacking takes three times as long.

@@ -136,8 +136,6 @@ __global__ __launch_bounds__(32 * Warps, 24 / Warps) void prepare_kernel(const _
 }
 
 constexpr int kMostSplits = 64;
-constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
-constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 constexpr int kShort = 64;  ///< tiles of a range: what even the longest request may have is not worth sharing out
 constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
@@ -177,6 +175,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   step.splits = splits(kRerunSplits, kRerunSplits);
   launch_kernel(step_kernel<D, Summer>, {ctas, Summer::kThreads, kShared, true}, stream, "decode, second runs", step);
 }
+
+constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
+constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
 /// Up to 4, 8 or 12 rows at a time are summed by StreamSummer, or by NarrowSummer, which knows the tail model and is
 /// also the faster one where every value is read, or most of them as requests are short; up to 16 by NarrowSummer, any

@@ -129,4 +129,11 @@ __device__ inline void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_
   }
 }
 
+/// Of products by weight bytes (bytes 2 n and 2 n + 1 of query row c in sum[n]'s columns), those of row g (half 0) or
+/// g + 8, as one.
+__device__ inline long long joined(const int (&sum)[2][4], int half) {
+  return sum[0][2 * half] + 0x100ll * sum[0][2 * half + 1] + 0x10000ll * sum[1][2 * half] +
+         0x1000000ll * sum[1][2 * half + 1];
+}
+
 }  // namespace fold::cuda

@@ -66,8 +66,8 @@ struct NarrowShared {
   // Gathered, of each warp: V's h and l beside each other, then V's b; before that K's l or b.
   union {
     alignas(128) uint8_t rows[kChunkTiles][(kSlots + kLowSlots) * D];
-    struct {
-      long long num[kRows * D], code[kRows * D];  // when these are added to the group's
+    struct {  // (rows, D), on their way to the group's: a numerator without its factor 2^8, S of section 7 without ubar
+      long long num[kRows * D], code[kRows * D];
     } sums;
   };
   Warp warp[kChunkTiles];

@@ -29,10 +29,8 @@ class NarrowSummer {
 
   static constexpr bool kTail = true;
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
-  static constexpr int kThreads = Shared::kThreads, kCtas = Quads == 1                 ? 4
-                                                            : Quads == 2               ? 3
-                                                            : Shared::kChunkTiles == 4 ? 2
-                                                                                       : 1;
+  static constexpr int kThreads = Shared::kThreads;
+  static constexpr int kCtas = Quads == 1 ? 4 : Quads == 2 ? 3 : Shared::kChunkTiles == 4 ? 2 : 1;
 
   __device__ void run();
 
@@ -135,12 +133,6 @@ class NarrowSummer {
 
   __device__ void add_nibbles(int from, int first, int h_at, int l_at, unsigned pick);
 
-  /// Of the products by weight bytes, in two of their rows: g (half 0) and g + 8.
-  __device__ static long long joined(const int (&sum)[2][4], int half) {
-    return sum[0][2 * half] + 0x100ll * sum[0][2 * half + 1] + 0x10000ll * sum[1][2 * half] +
-           0x1000000ll * sum[1][2 * half + 1];
-  }
-
   /// Sixteen slots' plane b, from slot `first` on.
   __device__ void add_low(int from, int first, unsigned pick);
 
@@ -170,10 +162,9 @@ class NarrowSummer {
   /// All warps' sums of a row to the group's.
   __device__ void add_row(int r);
 
-  /// num and code_sum, (rows, D) in shared memory, to the group's; what is to come off them is taken off: from the
-  /// codes ubar's part, from the value products that their bytes are 128 above the values, and those of plane h alone
-  /// half below.
-  __device__ void add_to_group(const long long* num, const long long* code_sum);
+  /// Shared::sums to the group's; what is to come off them is taken off: from the codes ubar's part, from the value
+  /// products that their bytes are 128 above the values, and those of plane h alone half below.
+  __device__ void add_to_group();
 
   __device__ void end();
 

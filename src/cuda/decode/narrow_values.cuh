@@ -200,7 +200,7 @@ __device__ void NarrowSummer<D, Quads>::clear_accumulators() {
 
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::flush() {
-  // (rows, D): a numerator without its factor 2^8, and S of section 7 without ubar. A sum has one owner at a time.
+  // A sum has one owner at a time.
   long long *const num = s_.sums.num, *const code_sum = s_.sums.code;
   const auto for_values = [&](const int(&of)[kTilesM][Quads][2][4], auto channel, auto f) {
 #pragma unroll
@@ -230,7 +230,7 @@ __device__ void NarrowSummer<D, Quads>::flush() {
   if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) add_row(r);
   if (lane_ == 0) ptx::add_global(&task_.g.head->bytes, w_.bytes);
   __syncthreads();
-  add_to_group(num, code_sum);
+  add_to_group();
   clear_accumulators();
 }
 
@@ -278,13 +278,13 @@ __device__ void NarrowSummer<D, Quads>::add_row(int r) {
 }
 
 template <int D, int Quads>
-__device__ void NarrowSummer<D, Quads>::add_to_group(const long long* num, const long long* code_sum) {
+__device__ void NarrowSummer<D, Quads>::add_to_group() {
   const GroupState& g = task_.g;
 #pragma unroll 1
   for (int i = threadIdx.x; i < task_.rows * D; i += kThreads) {
     const int r = i / D;
     if ((task_.active >> r & 1) == 0) continue;
-    const unsigned long long sum = num[i] - (s_.value_mass[r] << 15) + (s_.half_mass[r] << 7);
+    const unsigned long long sum = s_.sums.num[i] - (s_.value_mass[r] << 15) + (s_.half_mass[r] << 7);
     if (sum != 0) ptx::add_global(&g.num[i], sum << 8);
   }
   if (task_.fit_mark > 0) {
@@ -303,7 +303,7 @@ __device__ void NarrowSummer<D, Quads>::add_to_group(const long long* num, const
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         const int channel = lane_ + 32 * i;
-        long long sum = code_sum[r * D + channel];
+        long long sum = s_.sums.code[r * D + channel];
 #pragma unroll
         for (int part = 0; part < kParts; ++part) sum -= s_.ubar[r][channel + part * D];
 #pragma unroll

@@ -183,12 +183,6 @@ class PlaneSums {
     for (int i = 0; i < kTilesM * Quads * 8; ++i) sum_[i / (8 * Quads)][i / 8 % Quads][i / 4 % 2][i % 4] = 0;
   }
 
-  /// Of the products by weight bytes, in two of their rows: g (half 0) and g + 8.
-  __device__ static long long joined(const int (&sum)[2][4], int half) {
-    return sum[0][2 * half] + 0x100ll * sum[0][2 * half + 1] + 0x10000ll * sum[1][2 * half] +
-           0x1000000ll * sum[1][2 * half + 1];
-  }
-
   /// f(t, at, sum) of all that the lane holds. at: of (4 t + c, channel) in (rows, D), from one address by constants.
   template <class F>
   __device__ void for_sums(F f) const {
