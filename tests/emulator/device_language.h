@@ -155,8 +155,10 @@ T __ldcs(const T* p) {
 }
 template <typename T>
 T __ldcg(const T* p) {
+  using Unit = std::conditional_t<(sizeof(T) > 8), uint64_t, T>;  // what is longer comes in pieces, as on a device
   T value;
-  __atomic_load(p, &value, __ATOMIC_ACQUIRE);
+  for (size_t i = 0; i < sizeof(T) / sizeof(Unit); ++i)
+    __atomic_load(reinterpret_cast<const Unit*>(p) + i, reinterpret_cast<Unit*>(&value) + i, __ATOMIC_ACQUIRE);
   return value;
 }
 
@@ -191,6 +193,9 @@ inline uint32_t __vneg4(uint32_t a) { return __vadd4(~a, 0x01010101); }
 inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t shift) {
   shift &= 31;
   return shift == 0 ? high : high << shift | low >> (32 - shift);
+}
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

@@ -5,6 +5,7 @@
 #include "cuda/decode/finish.cuh"
 #include "cuda/decode/share_out.cuh"
 #include "cuda/decode/sum_any.cuh"
+#include "cuda/decode/sum_dense.cuh"
 #include "cuda/decode/sum_narrow.cuh"
 #include "cuda/decode/sum_stream.cuh"
 #include "cuda/device.h"
@@ -140,6 +141,21 @@ constexpr int kShort = 64;  ///< tiles of a range: what even the longest request
 constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
+/// Into how many ranges to cut each of so many entries of equal length: one for each of its places if there is more
+/// than one, else more where that leaves the last of several waves less empty.
+int64_t ranges(int64_t places, int64_t entries, int64_t tiles) {
+  constexpr double kStart = 5;  // what an item costs beside its tiles, in tiles; the estimate is rough
+  const auto time = [&](int64_t cut) {
+    const int64_t waves = (entries * cut + places - 1) / places;
+    return static_cast<double>(waves) * (static_cast<double>(tiles) / static_cast<double>(cut) + kStart);
+  };
+  int64_t best = std::max<int64_t>(places / entries, 1);
+  for (int64_t cut = best + 1; cut <= 4 && best < 4; ++cut) {
+    if (time(cut) < time(best)) best = cut;
+  }
+  return best;
+}
+
 template <int D, class Summer>
 void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   constexpr size_t kShared = sizeof(typename Summer::Shared);
@@ -153,8 +169,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   const int64_t lanes = step.params.cache.layout.n_kv_heads * step.parts, entries = groups * step.parts / lanes;
   // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
   const bool fine = (ctas - groups) / (entries * lanes) >= kFine;
-  step.places = static_cast<int>(std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1));
-  const int equal = splits(step.places / entries, kMostSplits);
+  const int64_t places = std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1);
+  const int equal = splits(ranges(places, entries, tiles), kMostSplits);
+  step.places = static_cast<int>(std::max(places, equal * entries));
   const bool all_short = entries == 1 || tiles <= int64_t{kShort} * equal;
   step.splits = step.params.splits > 0 ? splits(step.params.splits, kMostSplits) : all_short ? equal : 0;
   const int64_t items = entries * step.splits + (step.splits > 0 ? 0 : entries + step.places);
@@ -179,9 +196,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
 constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
 constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
-/// Up to 4, 8 or 12 rows at a time are summed by StreamSummer, or by NarrowSummer, which knows the tail model and is
-/// also the faster one where every value is read, or most of them as requests are short; up to 16 by NarrowSummer, any
-/// number by RangeSummer.
+/// Up to 4, 8 or 12 rows at a time are summed by NarrowSummer, which knows the tail model; by DenseSummer where every
+/// value is read, or most of them as requests are short; else by StreamSummer. Up to 16 by NarrowSummer, any number by
+/// RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
   const int rows = step.workspace.rows;
@@ -189,10 +206,14 @@ void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream)
     const bool every = step.params.depth == nullptr && step.params.gates == nullptr;
     const bool many_short = step.workspace.groups > kManyGroups * multiprocessors &&
                             step.max_pages * step.params.cache.layout.page_size <= kShortKeys;
-    if (step.params.cache.layout.tail || every || many_short) {
+    if (!every && (step.params.cache.layout.tail || many_short)) {
       if (rows <= 4) return launch_step<D, NarrowSummer<D, 1>>(step, multiprocessors, stream);
       if (rows <= 8) return launch_step<D, NarrowSummer<D, 2>>(step, multiprocessors, stream);
       if (rows <= 12) return launch_step<D, NarrowSummer<D, 3>>(step, multiprocessors, stream);
+    } else if (every) {
+      if (rows <= 4) return launch_step<D, DenseSummer<D, 1>>(step, multiprocessors, stream);
+      if (rows <= 8) return launch_step<D, DenseSummer<D, 2>>(step, multiprocessors, stream);
+      if (rows <= 12) return launch_step<D, DenseSummer<D, 3>>(step, multiprocessors, stream);
     } else {
       if (rows <= 4) return launch_step<D, StreamSummer<D, 1>>(step, multiprocessors, stream);
       if (rows <= 8) return launch_step<D, StreamSummer<D, 2>>(step, multiprocessors, stream);

@@ -16,10 +16,12 @@ constexpr float kRoundMagicFloat = 0x1.8p+23f;  // its bits are kRoundMagic: an 
 /// rounding.
 template <int Fraction>
 __device__ inline float scaled_exp2(float x, float low) {
+  static_assert(Fraction % 2 == 0);  // ties go to the same side
+  constexpr float kMagic = kRoundMagicFloat + Fraction;
   x = fmaxf(x, low);
-  const float shifted = numerics::add(x, kRoundMagicFloat);  // leaves rne(x) in the low mantissa bits
-  const float p = numerics::exp2_mantissa(numerics::sub(x, numerics::sub(shifted, kRoundMagicFloat)));
-  return __int_as_float(__float_as_int(p) + ((__float_as_int(shifted) + Fraction) << 23));
+  const float shifted = numerics::add(x, kMagic);  // leaves rne(x) + Fraction in the low mantissa bits
+  const float p = numerics::exp2_mantissa(numerics::sub(x, numerics::sub(shifted, kMagic)));
+  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
 }
 
 struct TileKeys {
@@ -55,6 +57,20 @@ __device__ T sum_over_keys(T value) {
   for (int s = 4; s < 32; s *= 2) value += __shfl_xor_sync(kWarp, value, s);
   return value;
 }
+/// Lists the keys of `bits` that lanes hold (bit i: key g + 8 i; the same in a key's four lanes): lane 4 g + c writes
+/// entry(i) of bits 2 c and 2 c + 1. Returns how many there are. In no particular order.
+template <class F>
+__device__ int list_keys(uint8_t* to, unsigned bits, int lane, F entry) {
+  const int i = lane % 4 * 2;
+  const unsigned mine = bits >> i & 3, before = (1u << lane) - 1;
+  const unsigned of[2] = {__ballot_sync(kWarp, (mine & 1) != 0), __ballot_sync(kWarp, (mine & 2) != 0)};
+  const int first = __popc(of[0]);
+  if ((mine & 1) != 0) to[__popc(of[0] & before)] = entry(i);
+  if ((mine & 2) != 0) to[first + __popc(of[1] & before)] = entry(i + 1);
+  __syncwarp();
+  return first + __popc(of[1]);
+}
+
 /// The union over the four lanes of a key.
 __device__ inline unsigned any_row(unsigned bits) {
   bits |= __shfl_xor_sync(kWarp, bits, 1);
@@ -75,6 +91,16 @@ __device__ void load_words(uint32_t (&words)[N], const void* from) {
   } else {
     static_assert(N == 1);
     words[0] = *static_cast<const uint32_t*>(from);
+  }
+}
+
+/// The same from global memory, past L1. N: a multiple of 4.
+template <int N>
+__device__ void fetch_words(uint32_t (&words)[N], const uint8_t* from) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from) + i / 4);
+    words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
   }
 }
 
@@ -127,6 +153,37 @@ __device__ inline void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_
     even[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x6420);
     odd[half] = __byte_perm(m[2 * half], m[2 * half + 1], 0x7531);
   }
+}
+
+// The same of a whole tile's planes h and l, 64 rows of D / 2 bytes, with the product's inner dimension in the order of
+// scale slots.
+/// Where the 16-byte piece of a key's row stands. Pieces are exchanged by addresses' exclusive or.
+template <int D>
+__device__ int place_of_value(int key, int piece) {
+  const int i = key / 8, r = key % 8;
+  if constexpr (D == 128) return key * 64 + 16 * (piece ^ (i / 4 * 2 + i % 2));
+  return (8 * i + (r ^ i / 4 * 2)) * 32 + 16 * (piece ^ i % 2);
+}
+/// The key that the lane names in a transposed load, so that lane 4 g + c receives those of the scale slots 4 c .. 4 c
+/// + 3 and 16 more. Of the next 32 slots keys are 4 further.
+__device__ inline int named_key(int lane) { return numerics::scale_slot(named_row(lane)); }
+
+/// to[i]: the bytes i of from[0..3].
+__device__ inline void transpose_bytes(uint32_t (&to)[4], const uint32_t (&from)[4]) {
+  const uint32_t even[2] = {__byte_perm(from[0], from[1], 0x6240), __byte_perm(from[2], from[3], 0x6240)};
+  const uint32_t odd[2] = {__byte_perm(from[0], from[1], 0x7351), __byte_perm(from[2], from[3], 0x7351)};
+  to[0] = __byte_perm(even[0], even[1], 0x5410);
+  to[1] = __byte_perm(odd[0], odd[1], 0x5410);
+  to[2] = __byte_perm(even[0], even[1], 0x7632);
+  to[3] = __byte_perm(odd[0], odd[1], 0x7632);
+}
+
+/// Byte columns of a query row's weights of four keys: in columns[n] of byte 2 n, or with `pick` for odd columns of
+/// byte 2 n + 1.
+__device__ inline void weight_columns(uint32_t (&columns)[2], uint4 w, unsigned pick) {
+  const uint32_t low = __byte_perm(w.x, w.y, pick), high = __byte_perm(w.z, w.w, pick);
+  columns[0] = __byte_perm(low, high, 0x5410);
+  columns[1] = __byte_perm(low, high, 0x7632);
 }
 
 /// Of products by weight bytes (bytes 2 n and 2 n + 1 of query row c in sum[n]'s columns), those of row g (half 0) or

@@ -1,5 +1,5 @@
 #pragma once
-#include "cuda/decode/visible.cuh"
+#include "cuda/decode/range_task.cuh"
 
 // What the warps of NarrowSummer share (sum_narrow.cuh).
 namespace fold::cuda {
@@ -22,9 +22,6 @@ struct NarrowShared {
     float e_q, unit_1, margin_16, k_b;
     float v_h, v_l, v_b, per_e;
     int first_sum, sum_128, fit_shift;
-  };
-  struct Offsets {  // of the KV head's sections in a page
-    int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound, mean_scale, mean, ubar;
   };
   struct Spot {  // where a tile's keys are: the page, and the slot of the first
     const uint8_t* page;
@@ -74,7 +71,7 @@ struct NarrowShared {
   uint4 scan[Quads][D / 64][32];  // level 0's query fragments
   int ubar[kRows][kThreads];      // sums of C_b ubar_b, of a thread's channel
   Row row[kRows];
-  Offsets offsets;
+  HeadSections offsets;
   unsigned long long value_mass[kRows], half_mass[kRows];
   int loud;  // whether some row may drop a weight of 2^26 or more
 };

@@ -71,10 +71,8 @@ __device__ void NarrowSummer<D, Quads>::add_values(int round) {
 template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::load_weights(uint32_t (&columns)[2], int from, int t, int slot,
                                                      unsigned pick) const {
-  const uint4 w = *reinterpret_cast<const uint4*>(&s_.warp[from].weight[4 * t + g_ / 2][slot + 4 * c_]);
-  const uint32_t low = __byte_perm(w.x, w.y, pick), high = __byte_perm(w.z, w.w, pick);
-  columns[0] = __byte_perm(low, high, 0x5410);
-  columns[1] = __byte_perm(low, high, 0x7632);
+  const uint4 four = *reinterpret_cast<const uint4*>(&s_.warp[from].weight[4 * t + g_ / 2][slot + 4 * c_]);
+  weight_columns(columns, four, pick);
 }
 
 template <int D, int Quads>

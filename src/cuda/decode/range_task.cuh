@@ -29,6 +29,30 @@ __device__ inline unsigned in_pool_or_any(const plan::CacheView& cache, unsigned
   return min(id, static_cast<unsigned>(cache.num_pages - 1));
 }
 
+/// Where a KV head's part of a page's sections starts, in bytes from the page's start. Of those that a cache does not
+/// keep nobody asks.
+struct HeadSections {
+  int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound, mean_scale, mean, ubar;
+};
+template <int D>
+__device__ HeadSections head_sections(const plan::CacheView& cache, int kv_head) {
+  const PageSections& from = cache.sections;
+  const int row = kv_head * static_cast<int>(cache.layout.page_size), block = row / kTile;
+  const auto offset = [](int64_t section, int before) { return static_cast<int>(section) + before; };
+  return {.k_h = offset(from.k_h, row * D / 2),
+          .k_l = offset(from.k_l, row * D / 2),
+          .k_b = offset(from.k_b, row * D),
+          .k_scale = offset(from.k_scale, 2 * row),
+          .v_h = offset(from.v_h, row * D / 2),
+          .v_l = offset(from.v_l, row * D / 2),
+          .v_b = offset(from.v_b, row * D),
+          .v_scale = offset(from.v_scale, 2 * row),
+          .bound = offset(from.bound, 2 * block),
+          .mean_scale = offset(from.mean_scale, 2 * block),
+          .mean = offset(from.mean, D * block),
+          .ubar = offset(from.ubar, D * block)};
+}
+
 /// What can be said before the group's references are declared. False: the token sees no key. One thread.
 __device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;

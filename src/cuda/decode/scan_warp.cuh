@@ -64,10 +64,10 @@ class ScanWarp {
 
   static constexpr bool kHolds = Quads == 1;  ///< what it needs of its rows, in registers
   struct Held {
-    typename Shared::Row row;
+    QueryRow row;
     uint4 query;
   };
-  __device__ const typename Shared::Row& row(int t) const {
+  __device__ const QueryRow& row(int t) const {
     if constexpr (kHolds) {
       return held_.row;
     } else {

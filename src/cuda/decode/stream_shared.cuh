@@ -1,4 +1,5 @@
 #pragma once
+#include "cuda/decode/query_rows.cuh"
 #include "cuda/decode/range_task.cuh"
 #include "cuda/decode/row_queue.cuh"
 
@@ -38,15 +39,6 @@ struct StreamShared {
   // Else a warp could be two rounds of the ring ahead of another, which a barrier's parity does not tell from none.
   static_assert(kQueueBlock * kByteBlocks >= kScanWarps * kBatch && kNibbleBlocks >= kByteBlocks);
 
-  struct alignas(16) Row {  // constants of a query row
-    float unit_0, neg_z, margin, k_l, k_b, v_h, v_l, v_b;
-    int first_sum;  // of twice the product of codes that is D0, beside kRoundMagic
-    float e_q, unit_1, margin_16, per_e;
-    int sum_128, sum_255;
-  };
-  struct Offsets {  // of the KV head's sections in a page
-    int k_h, k_l, k_b, k_scale, v_h, v_l, v_b, v_scale, bound;
-  };
   struct alignas(16) Stage {
     uint8_t k_h[kTile * D / 2];
     uint16_t k_scale[kTile], v_scale[kTile], bound[8];
@@ -70,8 +62,8 @@ struct StreamShared {
   RowQueue<kRows, kNibbleBlocks> nibbles;
   RowQueue<kRows, kByteBlocks> bytes_of_v;
   uint4 fragment[Quads][kFragments][32];  // of the queries, by lane: level 0's, level 1's, level 2's
-  Row row[kRows];
-  Offsets offsets;
+  QueryRow row[kRows];
+  HeadSections offsets;
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
   int scanning;  // scan warps at work

@@ -57,13 +57,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
     ptx::fence_barrier_init();
   }
   if (threadIdx.x == 0) {
-    const PageSections& from = p_.cache.sections;
-    const int row = task_.kv_head * static_cast<int>(layout_.page_size), block = row / kTile;
-    const auto offset = [](int64_t section, int before) { return static_cast<int>(section) + before; };
-    s_.offsets = {offset(from.k_h, row * kHalf),      offset(from.k_l, row * kHalf), offset(from.k_b, row * D),
-                  offset(from.k_scale, 2 * row),      offset(from.v_h, row * kHalf), offset(from.v_l, row * kHalf),
-                  offset(from.v_b, row * D),          offset(from.v_scale, 2 * row), offset(from.bound, 2 * block),
-                  offset(from.mean_scale, 2 * block), offset(from.mean, D * block),  offset(from.ubar, D * block)};
+    s_.offsets = head_sections<D>(p_.cache, task_.kv_head);
     s_.loud = 0;
   }
   if (lane_ == 0) w_.place.chunk = task_.tiles.begin - kChunkTiles;

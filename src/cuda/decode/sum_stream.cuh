@@ -12,24 +12,6 @@
 // rows leave room for two CTAs a multiprocessor, so that one starts or ends while the other scans.
 namespace fold::cuda {
 
-/// The lane's words of a query row's fragment (StreamShared::fragment). Level 0: of even channels, then of odd ones;
-/// even words in even columns.
-template <int D>
-__device__ uint4 fragment_of(const GroupState& g, int row, int fragment, int lane) {
-  constexpr int kPairs = D / 64;
-  const int c = lane % 4;
-  const bool odd_column = lane / 4 % 2 != 0;
-  const bool whole = fragment > kPairs;
-  const int pair = fragment == 0 ? 0 : (fragment - 1) % kPairs;
-  const int8_t* const plane = whole ? (odd_column ? g.b : g.a) : fragment > 0 && odd_column ? g.b_split : g.a_split;
-  const auto* const words = reinterpret_cast<const uint32_t*>(plane + row * D);
-  const int at = c * (D / 32) + 2 * pair;
-  if (whole) return {words[2 * at], words[2 * at + 1], words[2 * at + 2], words[2 * at + 3]};
-  if (fragment > 0) return {words[at], words[D / 8 + at], words[at + 1], words[D / 8 + at + 1]};
-  const int first = at + odd_column, second = D == 128 ? first + 2 : first;
-  return {words[first], words[second], words[D / 8 + first], words[D / 8 + second]};
-}
-
 /// Waits for what was declared of the group: fragments and constants of its queries, and sums of zero. Everything is
 /// loaded at once, before it is known which rows are active. Scan warps and value warps come from different places,
 /// which __syncthreads does not allow, nor synccheck a named barrier of a whole CTA.
@@ -53,22 +35,8 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
   meet(0);  // it is known now
   if (r < Shared::kRows) {
     const bool active = r <= last && (task.active >> r & 1) != 0;
-    if (!active) state = {.z = INFINITY};  // asks for nothing, weighs nothing
-    shared.row[r] = {.unit_0 = unit_of_level(state.e_q, 0),
-                     .neg_z = -state.z,
-                     .margin = state.margin,
-                     .k_l = state.gates.k_l,
-                     .k_b = state.gates.k_b,
-                     .v_h = state.gates.v_h,
-                     .v_l = state.gates.v_l,
-                     .v_b = state.gates.v_b,
-                     .first_sum = kRoundMagic - 241 * state.sum_a,
-                     .e_q = state.e_q,
-                     .unit_1 = unit_of_level(state.e_q, 1),
-                     .margin_16 = numerics::mul(state.margin, 0x1p-4f),
-                     .per_e = numerics::pow2(-state.e_exponent),
-                     .sum_128 = 128 * state.sum,
-                     .sum_255 = 255 * state.sum_a};
+    if (!active) state = quiet_row();
+    shared.row[r] = query_row(state);
     shared.den[r] = shared.mass[r] = shared.half_mass[r] = shared.dropped[r] = 0;
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
@@ -107,19 +75,7 @@ class StreamSummer {
   /// What has to be there before anything is sent for.
   __device__ void init() {
     if (threadIdx.x == 0) {
-      const PageSections& from = step_.params.cache.sections;
-      const int page_size = static_cast<int>(step_.params.cache.layout.page_size);
-      const int row = task_.kv_head * page_size, block = row / kTile;
-      const auto offset = [](int64_t section, int before) { return static_cast<int>(section) + before; };
-      s_.offsets = {.k_h = offset(from.k_h, row * D / 2),
-                    .k_l = offset(from.k_l, row * D / 2),
-                    .k_b = offset(from.k_b, row * D),
-                    .k_scale = offset(from.k_scale, 2 * row),
-                    .v_h = offset(from.v_h, row * D / 2),
-                    .v_l = offset(from.v_l, row * D / 2),
-                    .v_b = offset(from.v_b, row * D),
-                    .v_scale = offset(from.v_scale, 2 * row),
-                    .bound = offset(from.bound, 2 * block)};
+      s_.offsets = head_sections<D>(step_.params.cache, task_.kv_head);
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
       s_.values = s_.bytes = 0;

@@ -70,6 +70,13 @@ __device__ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, 
 /// barrier has told them.
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// Sends for the line of 128 bytes, as far as L2, if `wanted`.
+__device__ inline void prefetch_if(bool wanted, const void* from) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p prefetch.global.L2 [%0];\n}" ::"l"(from),
+               "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
 /// 4 bytes.
 __device__ inline void copy_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

@@ -23,6 +23,7 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 inline void fence_async() {}
 inline void copy_4(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 4, 4, where); }
 inline void copy_16(uint32_t to, const void* from, EMU_WHERE) { emu::copy_async(to, from, 16, 16, where); }
+inline void prefetch_if(bool, const void*) {}
 inline void copy_16_if(bool wanted, uint32_t to, const void* from, EMU_WHERE) {
   if (wanted) emu::copy_async(to, from, 16, 16, where);
 }
