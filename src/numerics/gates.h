@@ -1,4 +1,6 @@
 #pragma once
+#include <limits>
+
 #include "numerics/reference.h"
 
 // Which planes of a key are read: docs/numerics.md, section 6.
@@ -9,7 +11,7 @@ struct Gates {
   float k_l, k_b, v_h, v_l, v_b;
 };
 
-constexpr float kOpen = 0x1p100f;  ///< a gate that everything passes
+constexpr float kOpen = std::numeric_limits<float>::infinity();  ///< a gate that everything passes
 
 struct GateRow {
   float depth;

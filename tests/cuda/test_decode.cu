@@ -4,16 +4,23 @@
 
 namespace {
 
-/// With the tail model or without, which different kernels sum.
-class DecodeDevice : public fold::testing::DeviceTest, public testing::WithParamInterface<bool> {
+/// What different kernels sum: steps of a depth, with the tail model or without, and those that read every V.
+enum class Reads { kByDepthWithTail, kByDepth, kEvery };
+
+class DecodeDevice : public fold::testing::DeviceTest, public testing::WithParamInterface<Reads> {
  protected:
   static Case plain() {
     Case c;
-    c.layout.tail = GetParam();
+    c.layout.tail = GetParam() == Reads::kByDepthWithTail;
+    return with_depths(c, c.depths);
+  }
+  /// These depths, unless every V is read.
+  static Case with_depths(Case c, const std::vector<float>& depths) {
+    c.depths = GetParam() == Reads::kEvery ? std::vector<float>() : depths;
     return c;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Tail, DecodeDevice, testing::Bool());
+INSTANTIATE_TEST_SUITE_P(Reads, DecodeDevice, testing::Values(Reads::kByDepthWithTail, Reads::kByDepth, Reads::kEvery));
 
 TEST_P(DecodeDevice, LengthsAndBits) {
   for (const int bits : {16, 8, 4}) {
@@ -21,10 +28,7 @@ TEST_P(DecodeDevice, LengthsAndBits) {
     Case c = plain();
     c.layout.k_bits = c.layout.v_bits = bits;
     c.lengths = {0, 1, 63, 64, 65, 129, 192, 193, 255, 256, 257, 1023, 1024, 1025, 4095, 1409};
-    c.depths = {12, 10.5, kDense, 16};
-    compare(c);
-    c.depths = {};
-    compare(c);
+    compare(with_depths(c, {12, 10.5, kDense, 16}));
   }
 }
 
@@ -110,9 +114,6 @@ TEST_P(DecodeDevice, ALongRange) {
   for (const auto& [dim, group] : {std::pair<int64_t, int64_t>{64, 2}, {64, 14}, {128, 6}, {128, 16}}) {
     c.layout.head_dim = dim;
     c.group = group;
-    c.depths = {12};
-    compare(c);
-    c.depths = {};
     compare(c);
   }
 }
@@ -261,10 +262,8 @@ TEST_P(DecodeDevice, ShallowDepths) {
     SCOPED_TRACE("depth " + std::to_string(depth));
     Case c = plain();
     c.lengths = {300, 1100, 2049};
-    c.depths = {depth, 12};
-    compare(c);
-    c.depths = {depth};
-    compare(c);
+    compare(with_depths(c, {depth, 12}));
+    compare(with_depths(c, {depth}));
   }
 }
 

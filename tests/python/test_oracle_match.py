@@ -1,6 +1,7 @@
 """P4: the library and the NumPy oracle, two implementations of docs/numerics.md, agree on every byte: pages,
 references, kept keys, sums, outputs. The oracle imports nothing of the library."""
 
+import math
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ GATES_FILE = Path(__file__).parents[2] / "src/numerics/gates.inc"
 def gate_table() -> GateTable:
     rows, full = [], None
     for kind, values in re.findall(r"^FOLD_(GATES|DENSE_GATES)\((.*)\)$", GATES_FILE.read_text(), re.M):
-        numbers = [2.0**100 if text == "kOpen" else float(text.rstrip("f")) for text in values.split(", ")]
+        numbers = [math.inf if text == "kOpen" else float(text.rstrip("f")) for text in values.split(", ")]
         if kind == "GATES":
             rows.append(numbers)
         else:
