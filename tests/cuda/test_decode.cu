@@ -6,6 +6,9 @@ namespace {
 
 /// What different kernels sum: steps of a depth, with the tail model or without, and those that read every V.
 enum class Reads { kByDepthWithTail, kByDepth, kEvery };
+void PrintTo(Reads reads, std::ostream* to) {
+  *to << (reads == Reads::kEvery ? "every V" : reads == Reads::kByDepth ? "by depth" : "by depth with the tail model");
+}
 
 class DecodeDevice : public fold::testing::DeviceTest, public testing::WithParamInterface<Reads> {
  protected:
