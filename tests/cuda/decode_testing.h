@@ -46,6 +46,8 @@ struct Case {
   DType dtype = DType::f32;  // of queries and outputs
   unsigned seed = 1;
   bool poisoned = false;  // NaN: key 5 on KV head 0, and a query on KV head 1
+  bool opposed = false;   // logits below fp32's range of each group's first row, and low ones of the others; 0 of the
+                          // newest 64 keys
 };
 
 /// Everything that a decode call writes.
@@ -99,6 +101,8 @@ class Batch {
       for (size_t row = 0; row < k.size(); row += d) {
         const float size = std::exp2(normal(content_rng));
         for (int64_t i = 0; i < d; ++i) k[row + i] = normal(content_rng);
+        const bool newest = static_cast<int64_t>(row) / d / hk >= n - 64;
+        if (c.opposed) std::fill_n(k.begin() + static_cast<int64_t>(row), d, newest ? 0.0f : -100.0f);
         for (int64_t i = 0; i < d; ++i) v[row + i] = size * (k[row + (i * 7) % d] + 0.3f * normal(content_rng));
       }
       if (c.poisoned && n > 5) k[static_cast<size_t>(5 * hk * d)] = fold::numerics::quiet_nan();
@@ -114,7 +118,8 @@ class Batch {
     }
     for (int64_t i = 0; i < batch * c.tokens * heads_ * d; ++i) {
       const bool bad = c.poisoned && i / d % heads_ == c.group + (c.group > 1);  // on KV head 1
-      put(q_, c.dtype, bad ? fold::numerics::quiet_nan() : c.q_scale * normal(query_rng));
+      const float opposed = i / d % c.group == 0 ? 1e36f : 1.0f;
+      put(q_, c.dtype, bad ? fold::numerics::quiet_nan() : c.opposed ? opposed : c.q_scale * normal(query_rng));
     }
     for (size_t i = 0; !c.depths.empty() && i < static_cast<size_t>(batch * c.tokens * heads_); ++i)
       depths_.push_back(c.depths[i % c.depths.size()]);

@@ -291,4 +291,19 @@ TEST_P(DecodeDevice, ExtremeQueries) {
   }
 }
 
+/// A row that reads every V does so where its logits are -inf, in groups whose other rows would not.
+TEST_P(DecodeDevice, LogitsBelowTheRange) {
+  for (const int64_t group : {4, 8, 12}) {
+    SCOPED_TRACE("group " + std::to_string(group));
+    Case c = plain();
+    c.group = group;
+    c.lengths = {700};
+    c.opposed = true;
+    std::vector<float> depths(static_cast<size_t>(group), 12.0f);
+    compare(with_depths(c, depths));
+    depths[0] = kDense;
+    compare(with_depths(c, depths));
+  }
+}
+
 }  // namespace

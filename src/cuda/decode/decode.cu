@@ -141,16 +141,19 @@ constexpr int kShort = 64;  ///< tiles of a range: what even the longest request
 constexpr int kFine = 8;    ///< ranges of a group from which on one more or less makes little difference
 constexpr int kRerunSplits = 128;  ///< few groups run again: cut fine, they keep the whole device busy
 
-/// Into how many ranges to cut each of so many entries of equal length: one for each of its places if there is more
-/// than one, else more where that leaves the last of several waves less empty.
-int64_t ranges(int64_t places, int64_t entries, int64_t tiles) {
+/// A range of fewer tiles is not worth its start and end where groups are cut to fill waves.
+constexpr int kLeast = 8;
+
+/// Into how many ranges to cut each of so many entries, of as many tiles as they may have, where there is no place for
+/// two ranges of each: for the last of several waves not to be nearly empty.
+int64_t ranges_for_waves(int64_t places, int64_t entries, int64_t tiles) {
   constexpr double kStart = 5;  // what an item costs beside its tiles, in tiles; the estimate is rough
   const auto time = [&](int64_t cut) {
     const int64_t waves = (entries * cut + places - 1) / places;
     return static_cast<double>(waves) * (static_cast<double>(tiles) / static_cast<double>(cut) + kStart);
   };
-  int64_t best = std::max<int64_t>(places / entries, 1);
-  for (int64_t cut = best + 1; cut <= 4 && best < 4; ++cut) {
+  int64_t best = 1;
+  for (int64_t cut = 2; cut <= 4; ++cut) {
     if (time(cut) < time(best)) best = cut;
   }
   return best;
@@ -170,9 +173,12 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   // Where prepare_kernel's CTAs stand others start when those are done: too late, if a group is cut fine.
   const bool fine = (ctas - groups) / (entries * lanes) >= kFine;
   const int64_t places = std::max<int64_t>((fine ? ctas - groups : ctas) / lanes, 1);
-  const int equal = splits(ranges(places, entries, tiles), kMostSplits);
+  const int fitting = splits(places / entries, kMostSplits);
+  const bool all_short = entries == 1 || tiles <= int64_t{kShort} * fitting;
+  const bool waves = Summer::kFillsWaves && fitting == 1 && step.params.splits == 0;
+  const int equal = waves ? splits(ranges_for_waves(places, entries, tiles), kMostSplits) : fitting;
   step.places = static_cast<int>(std::max(places, equal * entries));
-  const bool all_short = entries == 1 || tiles <= int64_t{kShort} * equal;
+  step.least = waves ? kLeast : 1;
   step.splits = step.params.splits > 0 ? splits(step.params.splits, kMostSplits) : all_short ? equal : 0;
   const int64_t items = entries * step.splits + (step.splits > 0 ? 0 : entries + step.places);
   const auto prepare = [&](auto warps) {
@@ -189,6 +195,7 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
   launch_kernel(step_kernel<D, Summer>, {items * lanes, Summer::kThreads, kShared, true}, stream, "decode", step);
   if (step.params.numerator != nullptr) return;  // partial sums never run again
   step.again = true;
+  step.least = 1;
   step.splits = splits(kRerunSplits, kRerunSplits);
   launch_kernel(step_kernel<D, Summer>, {ctas, Summer::kThreads, kShared, true}, stream, "decode, second runs", step);
 }
@@ -196,9 +203,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
 constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
 constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
-/// Up to 4, 8 or 12 rows at a time are summed by NarrowSummer, which knows the tail model; by DenseSummer where every
-/// value is read, or most of them as requests are short; else by StreamSummer. Up to 16 by NarrowSummer, any number by
-/// RangeSummer.
+/// Up to 4, 8 or 12 rows at a time are summed by NarrowSummer, which knows the tail model; and many short
+/// requests, most of whose values are read; by DenseSummer where every value is read; else by StreamSummer. Up to 16 by
+/// NarrowSummer, any number by RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
   const int rows = step.workspace.rows;
@@ -242,6 +249,7 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .splits = 0,
             .places = 0,
             .parts = 1,
+            .least = 1,
             .again = false,
             .max_pages = bounds.max_pages,
             .tiles_of_page = static_cast<int>(params.cache.layout.page_size / kTile),

@@ -13,6 +13,7 @@ class DenseSummer {
   using Shared = DenseShared<D, Quads>;
   static constexpr bool kTail = false;
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
+  static constexpr bool kFillsWaves = true;   ///< more groups than fit at once are cut further for full waves
   static constexpr int kThreads = Shared::kThreads;
   static constexpr int kCtas = D == 64 ? (Quads <= 2 ? 4 : 2) : Quads == 1 ? 3 : 2;  ///< a multiprocessor
 
@@ -35,7 +36,7 @@ class DenseSummer {
   static constexpr int kPieces = kHalf / 16;      // 16-byte pieces of a row of nibbles
   static constexpr int kMine = kPieces / kTeam;   // of them a warp's share
   static constexpr int kUnits = (Quads + 1) / 2;  // products of eight query rows each
-  /// Keys of a CTA before a 32-bit sum of products of bytes could overflow, if a warp had all of them.
+  /// As many tiles a warp before a 32-bit sum of products of bytes could overflow if one had all of the CTA's.
   static constexpr int kFlushRounds = (1 << 14) / kTile / kWarps;
   static_assert(kMine > 0);
 

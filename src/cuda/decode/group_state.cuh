@@ -106,6 +106,7 @@ struct Step {
   int splits;         // ranges of tiles that a group is cut into; 0: as their lengths say (share_out.cuh)
   int places;         // then, how many items a KV head and a part of its rows should have in all
   int parts;          // and of rows
+  int least;          // tiles that a range has at least, unless it is a group's only one
   bool again;         // the groups in the queue, cut finer
   int64_t max_pages;  // columns of the block table
   int tiles_of_page;

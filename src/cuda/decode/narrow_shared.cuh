@@ -73,7 +73,8 @@ struct NarrowShared {
   Row row[kRows];
   HeadSections offsets;
   unsigned long long value_mass[kRows], half_mass[kRows];
-  int loud;  // whether some row may drop a weight of 2^26 or more
+  int loud;        // whether some row may drop a weight of 2^26 or more
+  unsigned every;  // all bits where some row reads every V, whatever its logit (which may be -inf), else none
 };
 
 }  // namespace fold::cuda

@@ -27,7 +27,7 @@ __device__ void NarrowSummer<D, Quads>::weigh(const float (&x)[8][Quads], const 
     quiet_b = __funnelshift_l(__float_as_uint(b), quiet_b, 1);
   }
   const unsigned asks = any_row(~(quiet_h | quiet_l << 8 | quiet_b << 16));
-  const unsigned read = (asks | forced) & seen;
+  const unsigned read = (asks | forced | s_.every) & seen;
   const unsigned read_l = layout_.v_bits >= 8 ? (asks >> 8 | forced) & read : 0;
   const unsigned read_b = layout_.v_bits == 16 ? asks >> 16 & read_l : 0;
   // Slots: keys whose b is read before the rest.

@@ -53,6 +53,11 @@ __device__ HeadSections head_sections(const plan::CacheView& cache, int kv_head)
           .ubar = offset(from.ubar, D * block)};
 }
 
+/// So many ranges of a group's tiles, or fewer for none to be shorter than is worth it.
+__device__ inline int splits_that_pay(const Step& step, int tiles, int splits) {
+  return min(splits, max((tiles + step.least - 1) / step.least, 1));
+}
+
 /// What can be said before the group's references are declared. False: the token sees no key. One thread.
 __device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;
@@ -69,9 +74,10 @@ __device__ inline bool start_task(const Step& step, const Item& item, RangeTask&
   task.splits = item.splits;
   task.outliers = 1;
   const TileRange all = tiles_within(task.visible, p.key_begin, p.key_end);
-  const int tiles = all.end - all.begin, each = tiles / item.splits, more = tiles % item.splits;
-  task.tiles.begin = all.begin + each * item.split + min(item.split, more);
-  task.tiles.end = task.tiles.begin + each + (item.split < more);
+  const int tiles = all.end - all.begin, splits = splits_that_pay(step, tiles, item.splits);
+  const int each = tiles / splits, more = tiles % splits;
+  task.tiles.begin = min(all.begin + each * item.split + min(item.split, more), all.end);  // the rest have none
+  task.tiles.end = min(task.tiles.begin + each + (item.split < more), all.end);
   return true;
 }
 

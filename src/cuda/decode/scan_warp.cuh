@@ -149,7 +149,7 @@ class ScanWarp {
       const unsigned asks = score(stage, first, deeper, x);
       const unsigned seen = keys.seen >> first & kMask, forced = keys.forced >> first & kMask;
       const unsigned reads_low = k_bits >= 8 ? (asks | forced) & seen : 0;
-      const unsigned further = (reads_low | asks >> 8 | forced) & seen;
+      const unsigned further = (reads_low | asks >> 8 | forced | s_.every) & seen;
       add_quiet(x, seen & ~further);
       all_low = all_low << kAtOnce | reads_low;
       all_further = all_further << kAtOnce | further;

@@ -6,8 +6,9 @@
 // Which item each CTA of a step takes. Where requests may be long enough for it to matter, every CTA finds that out for
 // itself from their lengths, before the references are declared. An entry (a token of a request) has an item for each
 // of its lanes (a KV head and a part of its rows) and for each whole share of tiles that it has, one at least; a share
-// is what a place on the device gets if all have the same. So equal lengths are cut equally, and of unequal ones none
-// keeps a CTA for more than two shares. CTAs beyond the last item have none. Sums are the same however they are cut.
+// is what a place gets if all have the same (Step::places: those on the device, or more where that fills its waves). So
+// equal lengths are cut equally, and of unequal ones none keeps a CTA for more than two shares. CTAs beyond the last
+// item have none. Sums are the same however they are cut.
 namespace fold::cuda {
 
 struct ShareOut {
@@ -49,7 +50,8 @@ __device__ inline void share_out(const Step& step, int number, int* scratch, int
     const float shares =
         numerics::div(static_cast<float>(step.places) * (1 + 0x1p-18f), static_cast<float>(max(tiles, 1u)));
     const auto splits_of = [&](int i) {
-      return max(1, min(scratch[i], static_cast<int>(static_cast<float>(scratch[i]) * shares)));
+      const int splits = min(scratch[i], static_cast<int>(static_cast<float>(scratch[i]) * shares));
+      return max(1, splits_that_pay(step, scratch[i], splits));
     };
     const Located at = locate(
         static_cast<unsigned>(number), entries, [&](int i) { return static_cast<unsigned>(lanes * splits_of(i)); },

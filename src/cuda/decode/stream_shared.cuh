@@ -66,8 +66,9 @@ struct StreamShared {
   HeadSections offsets;
   unsigned long long den[kRows], mass[kRows], half_mass[kRows], dropped[kRows], values, bytes;
   int peak[kRows];
-  int scanning;  // scan warps at work
-  int loud;      // whether some row may drop a weight of 2^22 or more
+  int scanning;    // scan warps at work
+  int loud;        // whether some row may drop a weight of 2^22 or more
+  unsigned every;  // all bits where some row reads every V, whatever its logit (which may be -inf), else none
 };
 
 }  // namespace fold::cuda

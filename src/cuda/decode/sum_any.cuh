@@ -37,6 +37,7 @@ class RangeSummer {
 
   static constexpr bool kTail = true;
   static constexpr bool kStartsEarly = false;  ///< before the references are declared
+  static constexpr bool kFillsWaves = false;   ///< more groups than fit at once are cut further for full waves
   static constexpr int kThreads = kSumThreads, kCtas = 1;
 
   __device__ void run() {

@@ -59,6 +59,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
   if (threadIdx.x == 0) {
     s_.offsets = head_sections<D>(p_.cache, task_.kv_head);
     s_.loud = 0;
+    s_.every = 0;
   }
   if (lane_ == 0) w_.place.chunk = task_.tiles.begin - kChunkTiles;
   if (const int tile = task_.tiles.begin + warp_; lane_ == 0 && tile < task_.tiles.end) {
@@ -93,6 +94,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
            .sum_128 = 128 * state.sum,
            .fit_shift = state.fit_shift};
     if (active && !(state.gates.v_h >= 1.0f)) s_.loud = 1;
+    if (active && state.gates.v_h == numerics::kOpen) s_.every = ~0u;
   }
 #pragma unroll 1
   for (int i = threadIdx.x; i < Quads * kWords * 32; i += kThreads) {

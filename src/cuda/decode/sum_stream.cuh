@@ -40,6 +40,7 @@ __device__ __noinline__ void load_queries(RangeTask& task, StreamShared<D, Quads
     shared.den[r] = shared.mass[r] = shared.half_mass[r] = shared.dropped[r] = 0;
     shared.peak[r] = ordered(-INFINITY);
     if (active && !(state.gates.v_h >= 5.0f)) shared.loud = 1;  // else a weight that is dropped is below 2^21
+    if (active && state.gates.v_h == numerics::kOpen) shared.every = ~0u;
   }
   meet(1);
 }
@@ -51,6 +52,7 @@ class StreamSummer {
   static constexpr int kThreads = Shared::kThreads, kCtas = Shared::kCtas;
   static constexpr bool kTail = false;
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
+  static constexpr bool kFillsWaves = false;  ///< more groups than fit at once are cut further for full waves
 
   __device__ StreamSummer(const Step& step, RangeTask& task, Shared& shared) : step_(step), task_(task), s_(shared) {}
 
@@ -78,6 +80,7 @@ class StreamSummer {
       s_.offsets = head_sections<D>(step_.params.cache, task_.kv_head);
       s_.scanning = Shared::kScanWarps;
       s_.loud = 0;
+      s_.every = 0;
       s_.values = s_.bytes = 0;
     }
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
