@@ -74,8 +74,7 @@ class Candidates {
       };
       add(s_.den[r], w_.den[t][lane_] + dropped_[t]);
       add(s_.dropped[r], dropped_[t]);
-      int peak = ordered(w_.peak[t][lane_]);
-      for (int s = 4; s < 32; s *= 2) peak = max(peak, __shfl_xor_sync(kWarp, peak, s));
+      const int peak = max_over_keys(ordered(w_.peak[t][lane_]));
       if (g_ == 0) atomicMax(&s_.peak[r], peak);
     }
     const unsigned keys = sum_over_keys(static_cast<unsigned>(seen)),

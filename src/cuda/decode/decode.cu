@@ -203,30 +203,37 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
 constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
 constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
-/// Up to 4, 8 or 12 rows at a time are summed by NarrowSummer, which knows the tail model; and many short
-/// requests, most of whose values are read; by DenseSummer where every value is read; else by StreamSummer. Up to 16 by
-/// NarrowSummer, any number by RangeSummer.
+/// Rows summed 4, 8 or 12 at a time. False: there are more.
+template <int D, template <int, int> class Summer>
+bool launch_up_to_12(const Step& step, int multiprocessors, cudaStream_t stream) {
+  const int rows = step.workspace.rows;
+  if (rows > 12) return false;
+  if (rows <= 4) {
+    launch_step<D, Summer<D, 1>>(step, multiprocessors, stream);
+  } else if (rows <= 8) {
+    launch_step<D, Summer<D, 2>>(step, multiprocessors, stream);
+  } else {
+    launch_step<D, Summer<D, 3>>(step, multiprocessors, stream);
+  }
+  return true;
+}
+
+/// Up to 12 rows are summed by DenseSummer where every value is read, by NarrowSummer where there is a tail model, or
+/// many short requests, most of whose values are read, else by StreamSummer; up to 16 by NarrowSummer, any number by
+/// RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
-  const int rows = step.workspace.rows;
   if constexpr (D <= 128) {
     const bool every = step.params.depth == nullptr && step.params.gates == nullptr;
     const bool many_short = step.workspace.groups > kManyGroups * multiprocessors &&
                             step.max_pages * step.params.cache.layout.page_size <= kShortKeys;
-    if (!every && (step.params.cache.layout.tail || many_short)) {
-      if (rows <= 4) return launch_step<D, NarrowSummer<D, 1>>(step, multiprocessors, stream);
-      if (rows <= 8) return launch_step<D, NarrowSummer<D, 2>>(step, multiprocessors, stream);
-      if (rows <= 12) return launch_step<D, NarrowSummer<D, 3>>(step, multiprocessors, stream);
-    } else if (every) {
-      if (rows <= 4) return launch_step<D, DenseSummer<D, 1>>(step, multiprocessors, stream);
-      if (rows <= 8) return launch_step<D, DenseSummer<D, 2>>(step, multiprocessors, stream);
-      if (rows <= 12) return launch_step<D, DenseSummer<D, 3>>(step, multiprocessors, stream);
-    } else {
-      if (rows <= 4) return launch_step<D, StreamSummer<D, 1>>(step, multiprocessors, stream);
-      if (rows <= 8) return launch_step<D, StreamSummer<D, 2>>(step, multiprocessors, stream);
-      if (rows <= 12) return launch_step<D, StreamSummer<D, 3>>(step, multiprocessors, stream);
+    const bool narrow = step.params.cache.layout.tail || many_short;
+    if (every    ? launch_up_to_12<D, DenseSummer>(step, multiprocessors, stream)
+        : narrow ? launch_up_to_12<D, NarrowSummer>(step, multiprocessors, stream)
+                 : launch_up_to_12<D, StreamSummer>(step, multiprocessors, stream)) {
+      return;
     }
-    if (rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
+    if (step.workspace.rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
   }
   launch_step<D, RangeSummer<D>>(step, multiprocessors, stream);
 }

@@ -83,7 +83,7 @@ __device__ auto DenseSummer<D, Quads>::score(const TileKeys& keys, int n) -> Dee
 template <int D, int Quads>
 __device__ void DenseSummer<D, Quads>::prefetch(int section, unsigned wanted, int sub) const {
   if constexpr (D == 128) {
-    const uint8_t* const rows = at(now_, section, D) + (16 * sub + g_) * D;
+    const uint8_t* const rows = now_.at(section, D) + (16 * sub + g_) * D;
     ptx::prefetch_if(c_ == 0 && (wanted & 1) != 0, rows);
     ptx::prefetch_if(c_ == 0 && (wanted & 2) != 0, rows + 8 * D);
   }
@@ -91,7 +91,7 @@ __device__ void DenseSummer<D, Quads>::prefetch(int section, unsigned wanted, in
 
 template <int D, int Quads>
 __device__ void DenseSummer<D, Quads>::level_2(int total, int n) {
-  const uint8_t* const k_b = at(now_, s_.offsets.k_b, D) + c_ * (D / 4);
+  const uint8_t* const k_b = now_.at(s_.offsets.k_b, D) + c_ * (D / 4);
 #pragma unroll 1
   for (int first = 0; first < total; first += 16) {
     int at[2];

@@ -40,10 +40,6 @@ class DenseSummer {
   static constexpr int kFlushRounds = (1 << 14) / kTile / kWarps;
   static_assert(kMine > 0);
 
-  struct Spot {  // where a tile's keys are: the page, and the slot of the first
-    const uint8_t* page;
-    int slot;
-  };
   using Warp = typename Shared::Warp;
 
   __device__ int tile(int n) const { return task_.tiles.begin + warp_ + n * kWarps; }
@@ -55,9 +51,6 @@ class DenseSummer {
   __device__ unsigned look_up(int n) const;
   /// Where the n-th tile is. Asked for one after the other.
   __device__ Spot find(int n);
-  __device__ const uint8_t* at(const Spot& spot, int section, int key_bytes) const {
-    return spot.page + (section + spot.slot * key_bytes);
-  }
   /// Sends for K's planes h and l and all scales; for V's planes h and l.
   __device__ void send_keys(const Spot& spot, int n);
   __device__ void send_values(const Spot& spot);

@@ -77,7 +77,7 @@ __device__ void DenseSummer<D, Quads>::weigh(const TileKeys& keys, bool settled,
   }
   const int listed = list_keys(w_.bytes, read_bytes, lane_, [&](int i) { return static_cast<uint8_t>(8 * g_ + i); });
   if (lane_ == 0) {
-    w_.v_b = at(now_, s_.offsets.v_b, D);
+    w_.v_b = now_.at(s_.offsets.v_b, D);
     w_.listed = listed;
   }
   keys_ += __popc(keys.seen);
@@ -249,10 +249,7 @@ __device__ void DenseSummer<D, Quads>::flush() {
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < task_.rows * D; i += kThreads) {
     const int r = i / D;
-    // The nibbles' bytes are 128 above the values, and those of plane h alone half below.
-    const unsigned long long sum =
-        s_.warp[r / Quads].num[r % Quads][i % D] - (s_.mass[r] << 15) + (s_.half_mass[r] << 7);
-    if ((task_.active >> r & 1) != 0 && sum != 0) ptx::add_global(&task_.g.num[i], sum << 8);
+    add_numerator(task_, r, i, s_.warp[r / Quads].num[r % Quads][i % D], s_.mass[r], s_.half_mass[r]);
   }
   __syncthreads();
 }
@@ -263,8 +260,7 @@ __device__ void DenseSummer<D, Quads>::store_rows() {
   for (int t = 0; t < Quads; ++t) {
     const unsigned long long den = sum_over_keys(den_[t]), mass = sum_over_keys(mass_[t]);
     const unsigned long long half_mass = sum_over_keys(half_mass_[t]);
-    int peak = ordered(peak_[t]);
-    for (int s = 4; s < 32; s *= 2) peak = max(peak, __shfl_xor_sync(kWarp, peak, s));
+    const int peak = max_over_keys(ordered(peak_[t]));
     if (g_ == 0) w_.of_warp[4 * t + c_] = {den, mass, half_mass, peak};
   }
   const unsigned keys = sum_over_keys(keys_);

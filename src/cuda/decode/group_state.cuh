@@ -31,6 +31,9 @@ struct RowState {
   int sum_a, sum;                     // channel sums of qa and of 256 qa + qb
 };
 
+/// Of a row that is not summed: it asks for nothing and weighs nothing.
+__device__ inline RowState quiet_row() { return {.z = INFINITY}; }
+
 struct RowSums {
   unsigned long long den, mass, dropped, values_read;
   int peak;  // ordered(x)

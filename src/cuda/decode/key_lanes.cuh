@@ -57,6 +57,11 @@ __device__ T sum_over_keys(T value) {
   for (int s = 4; s < 32; s *= 2) value += __shfl_xor_sync(kWarp, value, s);
   return value;
 }
+/// The largest likewise.
+__device__ inline int max_over_keys(int value) {
+  for (int s = 4; s < 32; s *= 2) value = max(value, __shfl_xor_sync(kWarp, value, s));
+  return value;
+}
 /// Lists the keys of `bits` that lanes hold (bit i: key g + 8 i; the same in a key's four lanes): lane 4 g + c writes
 /// entry(i) of bits 2 c and 2 c + 1. Returns how many there are. In no particular order.
 template <class F>

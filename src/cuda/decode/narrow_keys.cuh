@@ -118,7 +118,7 @@ __device__ void NarrowSummer<D, Quads>::read_deeper(unsigned wanted, const Slots
   __syncwarp();
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
-  const uint8_t* const k_l = at(w_.place.spot, s_.offsets.k_l, kHalf);
+  const uint8_t* const k_l = w_.place.spot.at(s_.offsets.k_l, kHalf);
   constexpr int kAtOnce = 32 / kPieces;
 #pragma unroll 1
   for (int slot = lane_ / kPieces; slot < slots.total; slot += kAtOnce) {
@@ -200,7 +200,7 @@ template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::level_2(const uint8_t* keys, int total) {
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
-  const uint8_t* const k_b = at(w_.place.spot, s_.offsets.k_b, D);
+  const uint8_t* const k_b = w_.place.spot.at(s_.offsets.k_b, D);
 #pragma unroll 1
   for (int slot = lane_ / kLowChunks; slot < total; slot += 32 / kLowChunks) {
     const int piece = lane_ % kLowChunks;

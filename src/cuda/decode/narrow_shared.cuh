@@ -23,10 +23,6 @@ struct NarrowShared {
     float v_h, v_l, v_b, per_e;
     int first_sum, sum_128, fit_shift;
   };
-  struct Spot {  // where a tile's keys are: the page, and the slot of the first
-    const uint8_t* page;
-    int slot;
-  };
   struct Place {  // of a warp's tile
     Spot spot;
     int chunk;  // its chunk's first tile

@@ -45,11 +45,7 @@ class NarrowSummer {
   static constexpr int kLowChunks = D / 16;             // 16-byte pieces of a plane b row
 
   using Place = typename Shared::Place;
-  using Spot = typename Shared::Spot;
   using Warp = typename Shared::Warp;
-  __device__ const uint8_t* at(const Spot& spot, int section, int key_bytes) const {
-    return spot.page + (section + spot.slot * key_bytes);
-  }
   __device__ const int32_t* page_entry(int page) const {
     return p_.block_table + task_.batch * p_.block_table_stride + page;
   }
@@ -163,8 +159,7 @@ class NarrowSummer {
   /// All warps' sums of a row to the group's.
   __device__ void add_row(int r);
 
-  /// Shared::sums to the group's; what is to come off them is taken off: from the codes ubar's part, from the value
-  /// products that their bytes are 128 above the values, and those of plane h alone half below.
+  /// Shared::sums to the group's, the codes' without ubar's part.
   __device__ void add_to_group();
 
   __device__ void end();

@@ -9,13 +9,13 @@ __device__ void NarrowSummer<D, Quads>::gather_values(const Spot& spot, int roun
   __syncwarp();  // the tile's list and counts
   if (round == 0 && w_.slots > w_.live && lane_ < (w_.coded ? 2 : 1) * kLowChunks) {
     const uint8_t* const from =
-        at(spot, 0, 0) + spot.slot / kTile * D + (lane_ < kLowChunks ? s_.offsets.mean : s_.offsets.ubar - D);
+        spot.at(0, 0) + spot.slot / kTile * D + (lane_ < kLowChunks ? s_.offsets.mean : s_.offsets.ubar - D);
     ptx::copy_16(ptx::shared_address(mean_row(warp_)) + 16 * lane_, from + 16 * lane_);
   }
   const int first = kSlots * round, first_low = kLowSlots * round;
   const int total = min(w_.live - first, kSlots), low = w_.low - first_low;
-  const uint8_t* const v_h = at(spot, s_.offsets.v_h, kHalf);
-  const uint8_t* const v_l = at(spot, s_.offsets.v_l, kHalf);
+  const uint8_t* const v_h = spot.at(s_.offsets.v_h, kHalf);
+  const uint8_t* const v_l = spot.at(s_.offsets.v_l, kHalf);
   uint8_t* const rows = s_.rows[warp_];
   const uint32_t to = ptx::shared_address(rows);
   const uint16_t* keys = w_.keys + first;
@@ -31,7 +31,7 @@ __device__ void NarrowSummer<D, Quads>::gather_values(const Spot& spot, int roun
     }
   }
   if (low <= 0) return;
-  const uint8_t* const v_b = at(spot, s_.offsets.v_b, D);
+  const uint8_t* const v_b = spot.at(s_.offsets.v_b, D);
   keys = w_.keys + first_low;
 #pragma unroll 1
   for (int slot = lane_ / kLowChunks; slot < kLowSlots; slot += 32 / kLowChunks) {
@@ -251,8 +251,7 @@ __device__ void NarrowSummer<D, Quads>::store_row(int t) {
   const uint64_t den = sum_over_keys(static_cast<uint64_t>(den_[t]));
   const uint64_t value_mass = sum_over_keys(static_cast<uint64_t>(value_mass_[t]));
   const uint64_t half_mass = sum_over_keys(static_cast<uint64_t>(half_mass_[t]));
-  int peak = ordered(peak_[t]);
-  for (int s = 4; s < 32; s *= 2) peak = max(peak, __shfl_xor_sync(kWarp, peak, s));
+  const int peak = max_over_keys(ordered(peak_[t]));
   if (g_ == 0) rows_of(w_)[r] = {den, value_mass, half_mass, peak};
 }
 
@@ -281,9 +280,7 @@ __device__ void NarrowSummer<D, Quads>::add_to_group() {
 #pragma unroll 1
   for (int i = threadIdx.x; i < task_.rows * D; i += kThreads) {
     const int r = i / D;
-    if ((task_.active >> r & 1) == 0) continue;
-    const unsigned long long sum = s_.sums.num[i] - (s_.value_mass[r] << 15) + (s_.half_mass[r] << 7);
-    if (sum != 0) ptx::add_global(&g.num[i], sum << 8);
+    add_numerator(task_, r, i, s_.sums.num[i], s_.value_mass[r], s_.half_mass[r]);
   }
   if (task_.fit_mark > 0) {
     const plan::HeadPage page = page_of(step_, task_.batch, task_.kv_head, task_.fit_mark - 1);

@@ -12,9 +12,6 @@ struct alignas(16) QueryRow {
   int sum_128, sum_255;
 };
 
-/// Of a row that is not summed: it asks for nothing and weighs nothing.
-__device__ inline RowState quiet_row() { return {.z = INFINITY}; }
-
 __device__ inline QueryRow query_row(const RowState& state) {
   return {.unit_0 = unit_of_level(state.e_q, 0),
           .neg_z = -state.z,

@@ -58,6 +58,14 @@ __device__ inline int splits_that_pay(const Step& step, int tiles, int splits) {
   return min(splits, max((tiles + step.least - 1) / step.least, 1));
 }
 
+/// Where a tile's keys are: the page, and the slot of the first.
+struct Spot {
+  const uint8_t* page;
+  int slot;
+  /// The first key's part of a section that has so many bytes a key.
+  __device__ const uint8_t* at(int section, int key_bytes) const { return page + (section + slot * key_bytes); }
+};
+
 /// What can be said before the group's references are declared. False: the token sees no key. One thread.
 __device__ inline bool start_task(const Step& step, const Item& item, RangeTask& task) {
   const plan::DecodeParams& p = step.params;
@@ -99,6 +107,15 @@ __device__ inline void join_task(RangeTask& task) {
   task.typical = head.typical;
   task.outliers = head.outliers;
   task.seen = head.seen;
+}
+
+/// Adds a CTA's products of weights with the bytes of values to the group's i-th numerator, of row r, without what
+/// those bytes are above the values: 128, and half less where only plane h was read. mass, half_mass: the weights of
+/// all, of the latter.
+__device__ inline void add_numerator(const RangeTask& task, int r, int i, unsigned long long products,
+                                     unsigned long long mass, unsigned long long half_mass) {
+  const unsigned long long sum = products - (mass << 15) + (half_mass << 7);
+  if ((task.active >> r & 1) != 0 && sum != 0) ptx::add_global(&task.g.num[i], sum << 8);
 }
 
 /// Adds a CTA's sums of row r to the group's.

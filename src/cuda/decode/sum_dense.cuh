@@ -73,11 +73,11 @@ __device__ auto DenseSummer<D, Quads>::find(int n) -> Spot {
 template <int D, int Quads>
 __device__ void DenseSummer<D, Quads>::send_keys(const Spot& spot, int n) {
   const uint32_t to = ptx::shared_address(w_.k_h) + 16 * lane_;
-  const uint8_t* const h = at(spot, s_.offsets.k_h, kHalf) + 16 * lane_;
+  const uint8_t* const h = spot.at(s_.offsets.k_h, kHalf) + 16 * lane_;
 #pragma unroll
   for (int i = 0; i < kTile * kHalf; i += 512) ptx::copy_16(to + i, h + i);
   if (p_.cache.layout.k_bits >= 8) {
-    const uint8_t* const l = at(spot, s_.offsets.k_l, kHalf) + 16 * lane_;
+    const uint8_t* const l = spot.at(s_.offsets.k_l, kHalf) + 16 * lane_;
 #pragma unroll
     for (int i = 0; i < kTile * kHalf; i += 512) ptx::copy_16(to + kTile * kHalf + i, l + i);
   }
@@ -100,8 +100,8 @@ __device__ void DenseSummer<D, Quads>::send_values(const Spot& spot) {
       ptx::copy_16(plane + place_of_value<D>(key, piece), from + 16 * lane_ + 512 * i);
     }
   };
-  send(to, at(spot, s_.offsets.v_h, kHalf));
-  if (p_.cache.layout.v_bits >= 8) send(to + kTile * kHalf, at(spot, s_.offsets.v_l, kHalf));
+  send(to, spot.at(s_.offsets.v_h, kHalf));
+  if (p_.cache.layout.v_bits >= 8) send(to + kTile * kHalf, spot.at(s_.offsets.v_l, kHalf));
 }
 
 template <int D, int Quads>

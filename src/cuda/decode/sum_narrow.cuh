@@ -76,7 +76,7 @@ __device__ void NarrowSummer<D, Quads>::start() {
   for (int r = threadIdx.x; r < kRows; r += kThreads) {
     typename Shared::Row& row = s_.row[r];
     const bool active = (task_.active >> r & 1) != 0;
-    const RowState state = active ? g.rows[r] : RowState{.z = INFINITY};
+    const RowState state = active ? g.rows[r] : quiet_row();
     row = {.sum_a = static_cast<float>(state.sum_a),
            .unit_0 = unit_of_level(state.e_q, 0),
            .neg_z = -state.z,

@@ -107,15 +107,12 @@ class StreamSummer {
     s_.bytes_of_v.close(lane);
   }
 
-  /// Adds the CTA's sums to the group's. What the nibbles' products left out is made up for: their bytes are 128 above
-  /// the values, and those of plane h alone half below.
+  /// Adds the CTA's sums to the group's.
   __device__ void publish() {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < task_.rows * D; i += kThreads) {
       const int r = i / D;
-      const unsigned long long sum =
-          s_.num[0][r][i % D] + s_.num[1][r][i % D] + (s_.half_mass[r] << 7) - (s_.mass[r] << 15);
-      if ((task_.active >> r & 1) != 0 && sum != 0) ptx::add_global(&task_.g.num[i], sum << 8);
+      add_numerator(task_, r, i, s_.num[0][r][i % D] + s_.num[1][r][i % D], s_.mass[r], s_.half_mass[r]);
     }
     if (const int r = static_cast<int>(threadIdx.x); r < task_.rows) {
       add_row_sums(task_, r, {s_.den[r], s_.mass[r], s_.dropped[r], s_.values, s_.peak[r]});
