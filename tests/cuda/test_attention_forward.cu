@@ -98,6 +98,44 @@ TEST_F(DeviceTest, ForwardSinksFarFromTheLogits) {
   }
 }
 
+/// Logits of even rows rise from tile to tile in the order in which tiles are met, those of odd rows fall.
+class ForwardRisingLogits : public DeviceTest, public ::testing::WithParamInterface<std::tuple<int64_t, DType>> {};
+
+TEST_P(ForwardRisingLogits, WithinAFactorOfAnOrdinaryImplementation) {
+  const auto [dim, dtype] = GetParam();
+  constexpr int64_t kKeys = 700;
+  for (const double nats_a_tile : {0.5, 4.0, 6.0, 8.0, 40.0, 3000.0}) {
+    Problem p(dtype, {1, 260, kKeys, 2, 1, dim});
+    p.options.causal = true;
+    const double of_query = 8.0, of_key = nats_a_tile * std::sqrt(static_cast<double>(dim)) / of_query;
+    for (int64_t i = 0; i < 2 * 260; ++i) p.q.set(i * dim, i / 2 % 2 == 0 ? of_query : -of_query);
+    for (int64_t j = 0; j < kKeys; ++j) p.k.set(j * dim, of_key * static_cast<double>((kKeys - j) / 128));
+    forward_on_device(p);
+    const Expected want = reference(p), plain = ordinary(p);
+    EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out)) << nats_a_tile;
+    EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21) << nats_a_tile;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dims, ForwardRisingLogits,
+                         ::testing::Combine(::testing::Values(64, 96, 128),
+                                            ::testing::Values(DType::bf16, DType::f16)));
+
+// Products of one key that pass fp32's range: its rows are NaN, and no others.
+TEST_F(DeviceTest, ForwardLogitsBeyondFp32) {
+  for (const int64_t key : {0, 150, 299}) {
+    Problem p(DType::bf16, {1, 300, 300, 1, 1, 128});
+    p.options.causal = true;
+    for (int64_t i = 0; i < 300; ++i) p.q.set(i * 128, 0x1p70);
+    for (int64_t j = 0; j < 300; ++j) p.k.set(j * 128, j == key ? 0x1p70 : 0.0);
+    forward_on_device(p);
+    for (int64_t i = 0; i < 300; ++i) {
+      EXPECT_EQ(std::isnan(p.lse.at(i)), i >= key) << key;
+      EXPECT_EQ(std::isnan(p.out.at(i * 128)), i >= key) << key;
+    }
+  }
+}
+
 TEST_F(DeviceTest, ForwardScaleZeroIsTheMean) {
   Problem p(DType::bf16, {1, 70, 200, 1, 1, 128});
   p.options.softmax_scale = 0.0;

@@ -1,14 +1,18 @@
-// Times the backward of whole-sequence attention on a device: a call by all its kernels, in TFLOP/s of 2.5 times the
-// forward's operations. L2 is cold for large shapes only. attention_backward [NAME]: the shapes whose name contains
-// NAME.
+// Times whole-sequence attention on a device, a call by all its kernels, in TFLOP/s: the median of 15 calls, and calls
+// one behind the other for a quarter of a second, by when the card's power limit has lowered the clock. L2 is cold for
+// large shapes only. attention_bench forward|backward [NAME [DEVIATION]]: the shapes whose name contains NAME, logits
+// of that standard deviation (1) in nats. The backward counts 2.5 times the forward's operations.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/attention/backward.h"
+#include "cuda/attention/forward.h"
 
 namespace {
 
@@ -49,15 +53,10 @@ __global__ void fill(uint16_t* x, int64_t size, uint32_t seed) {
   }
 }
 
-__global__ void fill_lse(float* x, int64_t rows, int64_t size, bool causal) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += int64_t{gridDim.x} * blockDim.x) {
-    x[i] = 0.5f + logf(static_cast<float>(causal ? i % rows + 1 : rows));  // of logits of standard deviation 1
-  }
-}
-
 class Problem {
  public:
-  explicit Problem(const Shape& s) {
+  /// deviation: of the logits, in nats.
+  Problem(const Shape& s, double deviation) {
     const int64_t q_size = s.batch * s.rows * s.heads * s.dim, k_size = s.batch * s.rows * s.kv_heads * s.dim;
     const auto rows = [&](int64_t size, int64_t heads, uint32_t seed) {
       void* data = allocate(size * 2);
@@ -75,7 +74,6 @@ class Problem {
     params_.dv = rows(k_size, s.kv_heads, 8);
     const int64_t lse_size = s.batch * s.heads * s.rows;
     f.lse = {allocate(lse_size * 4), s.heads * s.rows, 1, s.rows};
-    fill_lse<<<1024, 256>>>(static_cast<float*>(f.lse.data), s.rows, lse_size, s.causal);
     f.dtype = params_.grad_dtype = DType::bf16;
     f.batch = s.batch;
     f.heads = s.heads;
@@ -85,8 +83,10 @@ class Problem {
     f.total_q = f.total_k = s.batch * s.rows;
     f.window_left = fold::plan::kUnlimitedWindow;
     f.window_right = s.causal ? 0 : fold::plan::kUnlimitedWindow;
-    f.softmax_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.dim)));
-    workspace_ = allocate(fold::cuda::attention_backward_workspace(params_));
+    f.softmax_scale = static_cast<float>(deviation / std::sqrt(static_cast<double>(s.dim)));
+    workspace_ = allocate(
+        std::max(fold::cuda::attention_forward_workspace(f), fold::cuda::attention_backward_workspace(params_)));
+    forward(nullptr);  // out and lse, for the backward
     check(cudaDeviceSynchronize());
   }
   Problem(const Problem&) = delete;
@@ -95,7 +95,8 @@ class Problem {
     for (void* data : memory_) cudaFree(data);
   }
 
-  void run(cudaStream_t stream) { fold::cuda::attention_backward(params_, workspace_, stream); }
+  void forward(cudaStream_t stream) { fold::cuda::attention_forward(params_.forward, workspace_, stream); }
+  void backward(cudaStream_t stream) { fold::cuda::attention_backward(params_, workspace_, stream); }
 
  private:
   void* allocate(int64_t bytes) {
@@ -109,40 +110,59 @@ class Problem {
   std::vector<void*> memory_;
 };
 
-/// Median of the milliseconds of a call.
-double time_of(Problem& problem) {
-  cudaStream_t stream;
+using Call = void (Problem::*)(cudaStream_t);
+
+/// Milliseconds of a call, the mean of `calls` one behind the other.
+double time_of(Problem& problem, Call call, int calls, cudaStream_t stream) {
   cudaEvent_t start, stop;
-  check(cudaStreamCreate(&stream));
   check(cudaEventCreate(&start));
   check(cudaEventCreate(&stop));
-  for (int i = 0; i < 3; ++i) problem.run(stream);
-  std::vector<float> times(15);
-  for (float& ms : times) {
-    check(cudaEventRecord(start, stream));
-    problem.run(stream);
-    check(cudaEventRecord(stop, stream));
-    check(cudaEventSynchronize(stop));
-    check(cudaEventElapsedTime(&ms, start, stop));
-  }
-  std::sort(times.begin(), times.end());
+  check(cudaEventRecord(start, stream));
+  for (int i = 0; i < calls; ++i) (problem.*call)(stream);
+  check(cudaEventRecord(stop, stream));
+  check(cudaEventSynchronize(stop));
+  float ms = 0.0f;
+  check(cudaEventElapsedTime(&ms, start, stop));
   cudaEventDestroy(start);
   cudaEventDestroy(stop);
+  return static_cast<double>(ms) / calls;
+}
+
+struct Times {
+  double median, sustained;  // milliseconds of a call
+};
+Times times_of(Problem& problem, Call call) {
+  cudaStream_t stream;
+  check(cudaStreamCreate(&stream));
+  for (int i = 0; i < 3; ++i) (problem.*call)(stream);
+  std::vector<double> times(15);
+  for (double& ms : times) ms = time_of(problem, call, 1, stream);
+  std::sort(times.begin(), times.end());
+  const double median = times[times.size() / 2];
+  const double sustained = time_of(problem, call, static_cast<int>(250.0 / median) + 1, stream);
   cudaStreamDestroy(stream);
-  return times[times.size() / 2];
+  return {median, sustained};
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  const std::string_view direction = argc > 1 ? argv[1] : "";
+  if (direction != "forward" && direction != "backward") {
+    std::fprintf(stderr, "attention_bench: direction=%s; allowed: forward, backward\n", argc > 1 ? argv[1] : "none");
+    return 2;
+  }
+  const bool backward = direction == "backward";
   try {
+    const double deviation = argc > 3 ? std::stod(argv[3]) : 1.0;
     for (const Shape& s : kShapes) {
-      if (argc > 1 && !std::strstr(s.name, argv[1])) continue;
-      Problem problem(s);
-      const double ms = time_of(problem);
+      if (argc > 2 && !std::strstr(s.name, argv[2])) continue;
+      Problem problem(s, deviation);
+      const Times ms = times_of(problem, backward ? &Problem::backward : &Problem::forward);
       const double pairs = static_cast<double>(s.rows) * (s.causal ? s.rows / 2.0 : s.rows);
-      const double operations = 2.5 * 4 * pairs * static_cast<double>(s.batch * s.heads * s.dim);
-      std::printf("%-26s %8.3f ms %6.0f TFLOP/s\n", s.name, ms, operations / ms * 1e-9);
+      const double operations = (backward ? 2.5 : 1.0) * 4 * pairs * static_cast<double>(s.batch * s.heads * s.dim);
+      std::printf("%-26s %8.3f ms %6.0f TFLOP/s, sustained %6.0f\n", s.name, ms.median, operations / ms.median * 1e-9,
+                  operations / ms.sustained * 1e-9);
     }
   } catch (const std::exception& e) {
     std::fprintf(stderr, "%s\n", e.what());
