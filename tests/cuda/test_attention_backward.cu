@@ -348,11 +348,15 @@ TEST_F(BackwardDevice, MaskedKeysAndRowsHaveNoInfluence) {
       const bool touched = row >= kRow - 20 && row <= kRow;
       for (int64_t i = row * dim; i < (row + 1) * dim; ++i) {
         ASSERT_EQ(row == kRow, std::isnan(p.dq.at(i))) << row;
-        if (row != kRow) ASSERT_EQ(p.dq.at(i), clean.dq.at(i)) << row;
+        if (row != kRow) {
+          ASSERT_EQ(p.dq.at(i), clean.dq.at(i)) << row;
+        }
         ASSERT_EQ(touched, std::isnan(p.dk.at(i))) << row;
         ASSERT_EQ(touched, std::isnan(p.dv.at(i))) << row;
-        if (!touched) ASSERT_EQ(p.dk.at(i), clean.dk.at(i)) << row;
-        if (!touched) ASSERT_EQ(p.dv.at(i), clean.dv.at(i)) << row;
+        if (!touched) {
+          ASSERT_EQ(p.dk.at(i), clean.dk.at(i)) << row;
+          ASSERT_EQ(p.dv.at(i), clean.dv.at(i)) << row;
+        }
       }
     }
   }
@@ -367,7 +371,7 @@ TEST_F(BackwardDevice, CanBeCapturedInAGraph) {
   const Backward call = backward_call(put_problem(device, p), p.options);
   const Launch launch = device.launch(call.workspace);
   cudaStream_t stream;
-  check(cudaStreamCreate(&stream));
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   cudaGraph_t graph;
   cudaGraphExec_t run;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

@@ -183,11 +183,15 @@ TEST_P(ForwardMasking, PoisonReachesExactlyTheRowsThatSeeIt) {
           } else if (poison == kNan || std::isinf(poison)) {
             ASSERT_EQ(std::isnan(poison), std::isnan(values.out.at(at))) << "row " << i << ", key " << key;
             ASSERT_FALSE(std::isfinite(values.out.at(at))) << "row " << i << ", key " << key;
-            if (std::isnan(poison)) ASSERT_TRUE(std::isnan(keys.out.at(at))) << "row " << i << ", key " << key;
+            if (std::isnan(poison)) {
+              ASSERT_TRUE(std::isnan(keys.out.at(at))) << "row " << i << ", key " << key;
+            }
           }
         }
         for (int64_t h = 0; h < 4; ++h) {
-          if (!p.sees(i, key)) ASSERT_EQ(keys.lse.at(h * 300 + i), p.lse.at(h * 300 + i)) << "row " << i;
+          if (!p.sees(i, key)) {
+            ASSERT_EQ(keys.lse.at(h * 300 + i), p.lse.at(h * 300 + i)) << "row " << i;
+          }
           ASSERT_EQ(values.lse.at(h * 300 + i), p.lse.at(h * 300 + i)) << "row " << i;
         }
       }

@@ -57,6 +57,8 @@ inline float device_nan(float x) { return x != x ? __builtin_bit_cast(float, 0x7
 #define blockIdx (emu::current->block)
 #define blockDim (emu::current->block_dim)
 #define gridDim (emu::current->grid_dim)
+using std::isfinite;
+using std::isnan;
 #define fmaxf(a, b) emu::max_f32(a, b)
 #define fminf(a, b) emu::min_f32(a, b)
 
@@ -154,6 +156,10 @@ T __ldcs(const T* p) {
   return *p;
 }
 template <typename T>
+void __stwb(T* p, T value) {
+  *p = value;
+}
+template <typename T>
 T __ldcg(const T* p) {
   using Unit = std::conditional_t<(sizeof(T) > 8), uint64_t, T>;  // what is longer comes in pieces, as on a device
   T value;
@@ -207,6 +213,7 @@ inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 inline double __longlong_as_double(long long x) { return __builtin_bit_cast(double, x); }
 
 // Floating point, one rounding each; NaN as the device makes it.

@@ -9,6 +9,7 @@
 #include <source_location>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 namespace emu {
 
@@ -56,12 +57,22 @@ void arrive(uint32_t at, uint32_t count, uint32_t bytes, Where where);
 bool phase_is_over(uint32_t at, uint32_t parity, Where where);
 void wait_phase(uint32_t at, uint32_t parity, Where where);
 void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, Where where);
+/// 16 bytes, or zeros.
+struct Piece {
+  uint32_t to;
+  const void* from;
+};
+void copy_pieces(const std::vector<Piece>& pieces, uint32_t barrier, Where where);
+/// Of int32 values, out of shared memory, which is read when it has to be waited for at the latest.
+void bulk_add(void* to, uint32_t from, uint32_t bytes, Where where);
+void commit_additions();
+void wait_additions(int but);
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where);
 void arrive_when_copied(uint32_t at, Where where);
 void commit_copies();
 void wait_copies(int but, Where where);  // -1: all
 
-template <typename T, typename Tag>
+template <typename T>
 T& shared() {
   static const char id = 0;
   return *static_cast<T*>(shared_variable(&id, sizeof(T), alignof(T)));
@@ -95,5 +106,10 @@ void combine_u8u8(const Deposit (&in)[32], Result (&out)[32]);
 void combine_s8u8(const Deposit (&in)[32], Result (&out)[32]);
 void combine_s8s8(const Deposit (&in)[32], Result (&out)[32]);
 void load_transposed(uint32_t (&m)[4], uint32_t address, Where where);
+
+// Products of warpgroups, a thread's share each: they happen at any time until they are waited for.
+void product(std::function<void()> share);
+void commit_products();
+void wait_products(int but);
 
 }  // namespace emu

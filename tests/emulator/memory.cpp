@@ -22,7 +22,7 @@ void check_phase(Mbarrier& m) {
 }
 
 void finish_copy(const Copy& c) {
-  std::memcpy(c.to, c.from, c.kept);
+  if (c.kept != 0) std::memcpy(c.to, c.from, c.kept);
   std::memset(c.to + c.kept, 0, c.bytes - c.kept);
 }
 
@@ -141,6 +141,20 @@ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at, Where
   cta->bulks.push_back({{{p, static_cast<const uint8_t*>(from), bytes, bytes, -1}}, bytes, 0, at});
 }
 
+void copy_pieces(const std::vector<Piece>& pieces, uint32_t at, Where where) {
+  Cta* cta = me().cta;
+  const auto bytes = static_cast<uint32_t>(16 * pieces.size());
+  if (mbarrier(cta, at, where).bytes < bytes) fail("a copy of more bytes than its mbarrier expects", where);
+  std::vector<Copy> copies;
+  for (const Piece& piece : pieces) {
+    if (piece.from != nullptr) check_global(piece.from, 16, "a box reads past device memory", where);
+    uint8_t* const p = shared_pointer(piece.to, 16, 16, where);
+    std::memset(p, kGarbage ^ 0xFF, 16);
+    copies.push_back({p, static_cast<const uint8_t*>(piece.from), 16, piece.from != nullptr ? 16u : 0u, -1});
+  }
+  cta->bulks.push_back({std::move(copies), bytes, 0, at});
+}
+
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where) {
   uint8_t* p = shared_pointer(to, bytes, bytes, where);
   if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("a copy is not aligned", where);
@@ -175,6 +189,28 @@ void wait_copies(int but, Where) {
       return false;
     return true;
   });
+}
+
+void bulk_add(void* to, uint32_t from, uint32_t bytes, Where where) {
+  const uint8_t* const values = shared_pointer(from, bytes, 16, where);
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0) fail("a bulk addition is not aligned", where);
+  check_global(to, bytes, "a bulk addition past device memory", where);
+  me().additions.add([=] {
+    for (uint32_t i = 0; i < bytes / 4; ++i) {
+      uint32_t value;
+      std::memcpy(&value, values + 4 * i, 4);
+      __atomic_fetch_add(static_cast<uint32_t*>(to) + i, value, __ATOMIC_RELAXED);
+    }
+  });
+}
+void commit_additions() { me().additions.commit(); }
+void wait_additions(int but) { me().additions.wait(but); }
+
+void Later::wait(int but) {
+  while (groups_.size() > 1 && (static_cast<int>(groups_.size()) - 1 > but || chance(4))) {
+    for (const auto& work : groups_.front()) work();
+    groups_.pop_front();
+  }
 }
 
 }  // namespace emu

@@ -81,6 +81,9 @@ extern "C" void emu_entry() {
   Fiber& f = me();
   f.cta->grid->body();
   if (!f.copies.empty()) fail("a thread ends with copies that it did not wait for");
+  if (!f.products.empty()) fail("a thread ends with products that it did not wait for");
+  f.additions.wait(0);
+  if (!f.additions.empty()) fail("a thread ends with additions that it did not commit");
   f.state = State::done;
   to_scheduler();
   std::abort();

@@ -26,6 +26,18 @@ struct Copy {
   uint32_t bytes, kept;
   int group;  // -1: not committed
 };
+/// What a thread has asked for and happens later: in groups, the last one still open.
+class Later {
+ public:
+  void add(std::function<void()> work) { groups_.back().push_back(std::move(work)); }
+  void commit() { groups_.emplace_back(); }
+  /// Does all but the newest `but` groups, or more: that is chance.
+  void wait(int but);
+  bool empty() const { return groups_.size() == 1 && groups_.back().empty(); }
+
+ private:
+  std::deque<std::vector<std::function<void()>>> groups_ = {{}};
+};
 /// A CUDA thread.
 struct Fiber : Thread {
   void* sp = nullptr;  // while it does not run
@@ -37,6 +49,7 @@ struct Fiber : Thread {
   Where where;
   std::vector<Copy> copies;
   int committed = 0;  // groups
+  Later products, additions;
 };
 /// What a warp's next collective has so far; two of them may overlap.
 struct Warp {

@@ -151,4 +151,11 @@ void load_transposed(uint32_t (&m)[4], uint32_t address, Where where) {
   std::memcpy(m, r.w, 16);
 }
 
+void product(std::function<void()> share) {
+  me().products.add(std::move(share));
+  maybe_yield();
+}
+void commit_products() { me().products.commit(); }
+void wait_products(int but) { me().products.wait(but); }
+
 }  // namespace emu

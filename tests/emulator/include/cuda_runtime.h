@@ -67,6 +67,18 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t);
 cudaError_t cudaGraphDestroy(cudaGraph_t);
 
+template <typename T>
+cudaError_t cudaMemcpyFromSymbol(void* to, const T& symbol, size_t bytes) {
+  emu::run_all();
+  std::memcpy(to, &symbol, bytes);
+  return cudaSuccess;
+}
+template <typename T>
+cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes) {
+  emu::run_all();
+  std::memcpy(&symbol, from, bytes);
+  return cudaSuccess;
+}
 template <typename F>
 cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int bytes) {
   return bytes <= 227 * 1024 ? cudaSuccess : cudaErrorInvalidValue;
