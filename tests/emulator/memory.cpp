@@ -206,6 +206,14 @@ void bulk_add(void* to, uint32_t from, uint32_t bytes, Where where) {
 void commit_additions() { me().additions.commit(); }
 void wait_additions(int but) { me().additions.wait(but); }
 
+void Later::add(std::function<void()> work) {
+  groups_.back().push_back(std::move(work));
+  if (!chance(4)) return;
+  for (auto& group : groups_) {
+    for (const auto& each : group) each();
+    group.clear();
+  }
+}
 void Later::wait(int but) {
   while (groups_.size() > 1 && (static_cast<int>(groups_.size()) - 1 > but || chance(4))) {
     for (const auto& work : groups_.front()) work();

@@ -235,6 +235,7 @@ void run_all() {
   }
   const size_t resident = static_cast<size_t>(env("EMU_RESIDENT", 12));
   for (size_t i = 1; i < queue.size(); ++i) queue[i].before = &queue[i - 1];
+  const unsigned one_in_copy = chance(2) ? 32 : 1 << 16;  // else they end when everybody waits for them
   size_t next_grid = 0;
   uint64_t idle_from = progress, idle_rounds = 0;
   while (true) {
@@ -248,7 +249,7 @@ void run_all() {
       if (g.placed < g.blocks) break;
       ++next_grid;
     }
-    if (chance(32)) finish_some_bulk();
+    if (chance(one_in_copy)) finish_some_bulk();
     if (!sleepers.empty() && (ready.empty() || chance(512))) {
       if (ready.empty() && !finish_some_bulk()) {
         if (idle_from == progress && ++idle_rounds > 3000) {

@@ -29,7 +29,8 @@ struct Copy {
 /// What a thread has asked for and happens later: in groups, the last one still open.
 class Later {
  public:
-  void add(std::function<void()> work) { groups_.back().push_back(std::move(work)); }
+  /// Or right now, with all that is left: that is chance, too.
+  void add(std::function<void()> work);
   void commit() { groups_.emplace_back(); }
   /// Does all but the newest `but` groups, or more: that is chance.
   void wait(int but);
