@@ -8,7 +8,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cuda/attention/backward.h"
@@ -147,9 +146,9 @@ Times times_of(Problem& problem, Call call) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string_view direction = argc > 1 ? argv[1] : "";
+  const std::string direction = argc > 1 ? argv[1] : "none";
   if (direction != "forward" && direction != "backward") {
-    std::fprintf(stderr, "attention_bench: direction=%s; allowed: forward, backward\n", argc > 1 ? argv[1] : "none");
+    std::fprintf(stderr, "attention_bench: direction=%s; allowed: forward, backward\n", direction.c_str());
     return 2;
   }
   const bool backward = direction == "backward";

@@ -42,6 +42,15 @@ std::vector<Case> cases() {
   return all;
 }
 
+/// Runs the problem on the device: out within a factor of an ordinary implementation's error, lse as fp32 holds it.
+void expect_accurate(Problem& p) {
+  forward_on_device(p);
+  const Expected want = reference(p), plain = ordinary(p);
+  EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out));
+  // An fp32 number: half an ulp of the largest, and the errors of an fp32 dot product and of ex2.approx.
+  EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21);
+}
+
 class ForwardAccuracy : public DeviceTest, public ::testing::WithParamInterface<std::tuple<Case, DType>> {};
 
 TEST_P(ForwardAccuracy, WithinAFactorOfAnOrdinaryImplementation) {
@@ -52,11 +61,7 @@ TEST_P(ForwardAccuracy, WithinAFactorOfAnOrdinaryImplementation) {
   p.options.window_right = c.right;
   if (c.scale != 0.0) p.options.softmax_scale = c.scale;
   if (c.sinks) p.use_sinks();
-  forward_on_device(p);
-  const Expected want = reference(p), plain = ordinary(p);
-  EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out));
-  // An fp32 number: half an ulp of the largest, and the errors of an fp32 dot product and of ex2.approx.
-  EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21);
+  expect_accurate(p);
 }
 
 std::string case_name(const ::testing::TestParamInfo<ForwardAccuracy::ParamType>& param) {
@@ -76,11 +81,8 @@ TEST_F(DeviceTest, ForwardExtremeScales) {
       p.options.causal = true;
       Tensor* const x = which == 0 ? &p.q : which == 1 ? &p.k : &p.v;
       for (int64_t i = 0; i < x->numel(); ++i) x->set(i, std::ldexp(x->at(i), exponent));
-      forward_on_device(p);
-      const Expected want = reference(p), plain = ordinary(p);
-      EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out))
-          << which << " times 2^" << exponent;
-      EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21) << which << " times 2^" << exponent;
+      SCOPED_TRACE(::testing::Message() << which << " times 2^" << exponent);
+      expect_accurate(p);
     }
   }
 }
@@ -91,10 +93,8 @@ TEST_F(DeviceTest, ForwardSinksFarFromTheLogits) {
     p.options.causal = true;
     p.sinks.fill(sink);
     p.use_sinks();
-    forward_on_device(p);
-    const Expected want = reference(p), plain = ordinary(p);
-    EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out)) << sink;
-    EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21) << sink;
+    SCOPED_TRACE(::testing::Message() << sink);
+    expect_accurate(p);
   }
 }
 
@@ -110,10 +110,8 @@ TEST_P(ForwardRisingLogits, WithinAFactorOfAnOrdinaryImplementation) {
     const double of_query = 8.0, of_key = nats_a_tile * std::sqrt(static_cast<double>(dim)) / of_query;
     for (int64_t i = 0; i < 2 * 260; ++i) p.q.set(i * dim, i / 2 % 2 == 0 ? of_query : -of_query);
     for (int64_t j = 0; j < kKeys; ++j) p.k.set(j * dim, of_key * static_cast<double>((kKeys - j) / 128));
-    forward_on_device(p);
-    const Expected want = reference(p), plain = ordinary(p);
-    EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out)) << nats_a_tile;
-    EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21) << nats_a_tile;
+    SCOPED_TRACE(::testing::Message() << nats_a_tile);
+    expect_accurate(p);
   }
 }
 
@@ -139,10 +137,7 @@ TEST_F(DeviceTest, ForwardLogitsBeyondFp32) {
 TEST_F(DeviceTest, ForwardScaleZeroIsTheMean) {
   Problem p(DType::bf16, {1, 70, 200, 1, 1, 128});
   p.options.softmax_scale = 0.0;
-  forward_on_device(p);
-  const Expected want = reference(p), plain = ordinary(p);
-  EXPECT_LE(relative_error(p.out, want.out), kFactor * relative_error(plain.out, want.out));
-  EXPECT_LE(relative_error(p.lse, want.lse), 0x1p-21);
+  expect_accurate(p);
 }
 
 /// Elements [first, first + count) of x along its first dimension.

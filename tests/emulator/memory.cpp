@@ -130,40 +130,46 @@ void wait_phase(uint32_t at, uint32_t parity, Where where) {
   }
 }
 
-void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at, Where where) {
-  Cta* cta = me().cta;
-  uint8_t* p = shared_pointer(to, bytes, 16, where);
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a bulk copy is not aligned", where);
-  check_global(from, bytes, "a bulk copy reads past device memory", where);
-  Mbarrier& m = mbarrier(cta, at, where);
-  if (m.bytes < bytes) fail("a bulk copy of more bytes than its mbarrier expects", where);
+namespace {
+
+/// Its place holds garbage until it is done. kept: bytes that are read, zeros follow.
+Copy start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, uint32_t alignment, Where where) {
+  uint8_t* const p = shared_pointer(to, bytes, alignment, where);
+  if (reinterpret_cast<uintptr_t>(from) % alignment != 0) fail("a copy is not aligned", where);
+  if (kept != 0) check_global(from, kept, "a copy reads past device memory", where);
   std::memset(p, kGarbage ^ 0xFF, bytes);
-  cta->bulks.push_back({{{p, static_cast<const uint8_t*>(from), bytes, bytes, -1}}, bytes, 0, at});
+  return {p, static_cast<const uint8_t*>(from), bytes, kept, -1};
 }
 
-void copy_pieces(const std::vector<Piece>& pieces, uint32_t at, Where where) {
+/// Copies that the mbarrier was told of by their bytes.
+void start_bulk(std::vector<Copy> copies, uint32_t at, Where where) {
+  uint32_t bytes = 0;
+  for (const Copy& c : copies) bytes += c.bytes;
   Cta* cta = me().cta;
-  const auto bytes = static_cast<uint32_t>(16 * pieces.size());
   if (mbarrier(cta, at, where).bytes < bytes) fail("a copy of more bytes than its mbarrier expects", where);
-  std::vector<Copy> copies;
-  for (const Piece& piece : pieces) {
-    if (piece.from != nullptr) check_global(piece.from, 16, "a box reads past device memory", where);
-    uint8_t* const p = shared_pointer(piece.to, 16, 16, where);
-    std::memset(p, kGarbage ^ 0xFF, 16);
-    copies.push_back({p, static_cast<const uint8_t*>(piece.from), 16, piece.from != nullptr ? 16u : 0u, -1});
-  }
   cta->bulks.push_back({std::move(copies), bytes, 0, at});
 }
 
+}  // namespace
+
+void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at, Where where) {
+  if (bytes % 16 != 0) fail("a bulk copy is not aligned", where);
+  start_bulk({start_copy(to, from, bytes, bytes, 16, where)}, at, where);
+}
+
+void copy_pieces(const std::vector<Piece>& pieces, uint32_t at, Where where) {
+  std::vector<Copy> copies;
+  for (const Piece& piece : pieces) {
+    copies.push_back(start_copy(piece.to, piece.from, 16, piece.from != nullptr ? 16 : 0, 16, where));
+  }
+  start_bulk(std::move(copies), at, where);
+}
+
 void copy_async(uint32_t to, const void* from, uint32_t bytes, uint32_t kept, Where where) {
-  uint8_t* p = shared_pointer(to, bytes, bytes, where);
-  if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("a copy is not aligned", where);
-  if (kept) check_global(from, kept, "a copy reads past device memory", where);
-  const Copy c{p, static_cast<const uint8_t*>(from), bytes, kept, -1};
+  const Copy c = start_copy(to, from, bytes, kept, bytes, where);
   if (chance(4)) {
     finish_copy(c);
   } else {
-    std::memset(p, kGarbage ^ 0xFF, bytes);
     me().copies.push_back(c);
   }
 }

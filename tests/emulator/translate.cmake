@@ -1,8 +1,8 @@
 # Makes CUDA sources C++ for a host compiler: cmake -DSOURCE_DIR=... -DOUTPUT_DIR=... -P translate.cmake
 # What changes is shared memory, which becomes a CTA's own, the little assembly outside src/cuda/ptx, and names that
 # device_language.h defines as macros.
-file(GLOB sources RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/cuda/*.* ${SOURCE_DIR}/cuda/attention/*
-     ${SOURCE_DIR}/cuda/cache/* ${SOURCE_DIR}/cuda/decode/* ${SOURCE_DIR}/cuda/memory/* ${SOURCE_DIR}/cuda/partials/*)
+file(GLOB sources RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/cuda/*.* ${SOURCE_DIR}/cuda/*/*)
+list(FILTER sources EXCLUDE REGEX "^cuda/ptx/") # include/cuda/ptx stands for it
 foreach(source ${sources})
   file(READ ${SOURCE_DIR}/${source} text)
   string(REGEX REPLACE "extern __shared__ __align__\\([0-9]+\\) uint8_t ([a-z_]+)\\[\\];"

@@ -69,15 +69,11 @@ cudaError_t cudaGraphDestroy(cudaGraph_t);
 
 template <typename T>
 cudaError_t cudaMemcpyFromSymbol(void* to, const T& symbol, size_t bytes) {
-  emu::run_all();
-  std::memcpy(to, &symbol, bytes);
-  return cudaSuccess;
+  return cudaMemcpy(to, &symbol, bytes, cudaMemcpyDefault);
 }
 template <typename T>
 cudaError_t cudaMemcpyToSymbol(T& symbol, const void* from, size_t bytes) {
-  emu::run_all();
-  std::memcpy(&symbol, from, bytes);
-  return cudaSuccess;
+  return cudaMemcpy(&symbol, from, bytes, cudaMemcpyDefault);
 }
 template <typename F>
 cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int bytes) {

@@ -35,7 +35,7 @@ inline int anew(int x) { return x; }
 
 /// The 16 k of `Count` rows of A, or columns of B, from `first` on; 2 at most, and an even one first.
 template <typename T, Major M, int Count>
-void load(float (&x)[Count][16], uint64_t operand, int first, emu::Where where) {
+void load(float (*x)[16], uint64_t operand, int first, emu::Where where) {
   constexpr int kAtOnce = M == Major::k ? 8 : Count;
   const auto stride = static_cast<uint32_t>(operand >> 32);
   for (int i = 0; i < Count * 16 / kAtOnce; ++i) {
@@ -56,7 +56,7 @@ void add_products(float (&d)[N / 2], const float (&a)[2][16], uint64_t rhs, bool
   const int c = static_cast<int>(emu::current->thread.x % 4);
   for (int i = 0; i < N / 8; ++i) {
     float b[2][16];
-    load<T, B>(b, rhs, 8 * i + 2 * c, where);
+    load<T, B, 2>(b, rhs, 8 * i + 2 * c, where);
     for (int j = 0; j < 4; ++j) {
       float& to = d[4 * i + j];
       float sum = accumulate ? to : 0.0f;
@@ -71,11 +71,7 @@ void wgmma(float (&d)[N / 2], uint64_t lhs, uint64_t rhs, bool accumulate, EMU_W
   emu::product([&d, lhs, rhs, accumulate, where] {
     const int thread = static_cast<int>(emu::current->thread.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
     float a[2][16];
-    for (int r = 0; r < 2; ++r) {
-      float one[1][16];
-      load<T, A>(one, lhs, row + 8 * r, where);
-      std::memcpy(a[r], one[0], sizeof(one));
-    }
+    for (int r = 0; r < 2; ++r) load<T, A, 1>(a + r, lhs, row + 8 * r, where);
     add_products<T, N, B>(d, a, rhs, accumulate, where);
   });
 }
