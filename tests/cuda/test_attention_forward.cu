@@ -119,6 +119,25 @@ INSTANTIATE_TEST_SUITE_P(Dims, ForwardRisingLogits,
                          ::testing::Combine(::testing::Values(64, 96, 128),
                                             ::testing::Values(DType::bf16, DType::f16)));
 
+// No logit of a row is positive, or only those of one tile are. They differ within tiles, and rise from one to the next
+// in the order in which tiles are met.
+TEST_F(DeviceTest, ForwardNegativeLogits) {
+  constexpr int64_t kRows = 260, kKeys = 700, kDim = 128;
+  for (const double nats : {5.0, 40.0, 3000.0}) {
+    for (const int positive_tile : {-1, 0, 3}) {
+      Problem p(DType::bf16, {1, kRows, kKeys, 1, 1, kDim});
+      const double of_query = 8.0, of_key = nats * std::sqrt(static_cast<double>(kDim)) / of_query;
+      for (int64_t i = 0; i < kRows; ++i) p.q.set(i * kDim, i % 5 == 0 ? 0.0 : of_query);
+      for (int64_t j = 0; j < kKeys; ++j) {
+        const double sign = j / 128 == positive_tile ? 1.0 : -1.0;
+        p.k.set(j * kDim, sign * of_key * static_cast<double>(1 + j / 128 + j % 3));
+      }
+      SCOPED_TRACE(::testing::Message() << nats << ", positive in tile " << positive_tile);
+      expect_accurate(p);
+    }
+  }
+}
+
 // Products of one key that pass fp32's range: its rows are NaN, and no others.
 TEST_F(DeviceTest, ForwardLogitsBeyondFp32) {
   for (const int64_t key : {0, 150, 299}) {

@@ -88,23 +88,31 @@ struct ForwardKernel {
     const int group = static_cast<int>(f.params.heads / f.params.kv_heads);
     Ring<kItems> items;
     Ring<1> queries;
-    Ring<kStages> stages;
+    Ring<kStages> keys, values;
     while (true) {
       const Item& item = next_item(items);
       if (item.sequence < 0) return;
+      const int head = item.head / group;
       const int sequence = f.params.cu_seqlens_q == nullptr ? item.sequence : 0;
       if (item.tiles_begin < item.tiles_end) {
         ptx::sleep_on_barrier(address(&shared.q_empty), queries.parity() ^ 1);
         ++queries.count;
         copy_tile(q_map, shared.q, shared.q_full, item.q_begin + item.first_row, item.head, sequence, Shape::kRows);
       }
+      const auto copy_keys = [&](int tile) {
+        const int at = keys.at();
+        ptx::sleep_on_barrier(address(&shared.k_empty[at]), keys.parity() ^ 1);
+        copy_tile(k_map, shared.k[at], shared.k_full[at], item.k_begin + tile * kKeys, head, sequence, kKeys);
+        ++keys.count;
+      };
+      // In the order of use: the next tile's keys before a tile's values.
+      if (item.tiles_begin < item.tiles_end) copy_keys(item.tiles_end - 1);
       for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
-        const int row = item.k_begin + tile * kKeys, at = stages.at(), head = item.head / group;
-        ptx::sleep_on_barrier(address(&shared.k_empty[at]), stages.parity() ^ 1);
-        copy_tile(k_map, shared.k[at], shared.k_full[at], row, head, sequence, kKeys);
-        ptx::sleep_on_barrier(address(&shared.v_empty[at]), stages.parity() ^ 1);
-        copy_tile(v_map, shared.v[at], shared.v_full[at], row, head, sequence, kKeys);
-        ++stages.count;
+        if (tile > item.tiles_begin) copy_keys(tile - 1);
+        const int at = values.at();
+        ptx::sleep_on_barrier(address(&shared.v_empty[at]), values.parity() ^ 1);
+        copy_tile(v_map, shared.v[at], shared.v_full[at], item.k_begin + tile * kKeys, head, sequence, kKeys);
+        ++values.count;
       }
       ptx::arrive(address(&shared.item_empty[items.at()]));
       ++items.count;
@@ -163,7 +171,7 @@ struct ForwardKernel {
   }
 
   __device__ void multiply_keys(float (&s)[kKeys / 2], int consumer, int stage) {
-    const uint64_t q = ptx::operand<ptx::Major::k>(address(shared.q) + consumer * 64 * ptx::kSwizzleRow);
+    const uint64_t q = ptx::operand<ptx::Major::k>(address(shared.q) + ptx::anew(consumer) * 64 * ptx::kSwizzleRow);
     const uint64_t k = ptx::operand<ptx::Major::k>(address(shared.k[stage]));
     ptx::wgmma_arrive();
 #pragma unroll
@@ -175,11 +183,13 @@ struct ForwardKernel {
     ptx::wgmma_commit();
   }
 
-  __device__ void add_values(float (&o)[Shape::kDim / 2], const uint32_t (&p)[kKeys / 16][4], int stage) {
+  /// Steps Begin .. End - 1 of a value product, 16 keys each.
+  template <int Begin, int End>
+  __device__ void add_values(float (&o)[Shape::kDim / 2], const uint32_t (&p)[Shape::kSteps][4], int stage) {
     const uint64_t v = ptx::operand<ptx::Major::mn>(address(shared.v[stage]), kKeys * ptx::kSwizzleRow);
     ptx::wgmma_arrive();
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) {
+    for (int i = Begin; i < End; ++i) {
       ptx::wgmma<T, Shape::kDim, ptx::Major::mn>(o, p[i], ptx::further(v, i * 16 * ptx::kSwizzleRow), true);
     }
     ptx::wgmma_commit();
@@ -207,53 +217,81 @@ struct ForwardKernel {
   }
 
   __device__ void sum_tiles(Rows<T, Shape::kDim, kKeys>& rows, const Item& item, int consumer, Ring<kStages>& stages) {
+    constexpr int kAhead = Shape::kStepsAhead, kSteps = Shape::kSteps;
     float s[kKeys / 2];
-    uint32_t p[kKeys / 16][4];
+    uint32_t p[kSteps][4];
     const int first = uniform(item.tiles_begin), whole_begin = uniform(item.whole_begin);
     const int whole_end = uniform(item.whole_end);
     const auto masked = [&](int tile) { return tile < whole_begin || tile >= whole_end; };
     int tile = uniform(item.tiles_end) - 1;
-    ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
-    multiply_keys(s, consumer, stages.at());
-    ptx::wgmma_wait<0>();
-    ptx::keep_registers(s);
-    arrive(shared.k_empty[stages.at()]);
-    if (tile == first) arrive(shared.q_empty);
-    rows.weigh(s, tile, masked(tile));
-    Ring<kStages> values = stages;
-    ++stages.count;
-    if (tile > first) ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
-    rows.round(s, p);
-#pragma unroll 1
-    while (--tile >= first) {
-      wait_turn(consumer);
-      multiply_keys(s, consumer, stages.at());
-      ptx::wait_barrier(address(&shared.v_clean[values.at()]), values.parity());
-      add_values(rows.sums, p, values.at());
-      end_turn(consumer);
-      ptx::wgmma_wait<1>();
+    const auto multiplied_keys = [&] {
       ptx::keep_registers(s);
       arrive(shared.k_empty[stages.at()]);
       if (tile == first) arrive(shared.q_empty);
-      const Scales scales = rows.weigh(s, tile, masked(tile));
+    };
+    ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
+    multiply_keys(s, consumer, stages.at());
+    ptx::wgmma_wait<0>();
+    multiplied_keys();
+    rows.sign_and_mask(s, tile, masked(tile));
+    rows.weigh(s, rows.raise(s, rows.largest(s)));
+    rows.round(s, p);
+    bool keys_there = false, values_there = false;
+    // Its logits, while the tile before is multiplied with its values. In two copies, so that few branches stand
+    // between the products of most tiles: for those without a mask, like the one before, and the others.
+    const auto add_tile = [&](auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      const Ring<kStages> before = stages;
+      ++stages.count;
+      if (!keys_there) ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
+      wait_turn(consumer);
+      multiply_keys(s, consumer, stages.at());
+      if (!values_there) ptx::wait_barrier(address(&shared.v_clean[before.at()]), before.parity());
+      add_values<0, kAhead>(rows.sums, p, before.at());
+      // Asked before the answers are needed, as they take a while.
       const Ring<kStages> next{stages.count + 1};
-      if (tile > first) ptx::wait_barrier(address(&shared.k_full[next.at()]), next.parity());
+      keys_there = tile > first && ptx::phase_is_over(address(&shared.k_full[next.at()]), next.parity());
+      values_there = ptx::phase_is_over(address(&shared.v_clean[stages.at()]), stages.parity());
+      if constexpr (kAhead == kSteps) end_turn(consumer);
+      ptx::wgmma_wait<1>();
+      multiplied_keys();
+      // Where the products are long their queue is full: the maxima do not wait for it.
+      float2 most;
+      if constexpr (kWhole) most = rows.largest_if_positive(s);
+      if constexpr (kAhead < kSteps) {
+        add_values<kAhead, kSteps>(rows.sums, p, before.at());
+        end_turn(consumer);
+      }
+      if constexpr (!kWhole) {
+        rows.sign_and_mask(s, tile, masked(tile));
+        most = rows.largest(s);
+      }
+      const Reference reference = rows.raise(s, most);
       ptx::wgmma_wait<0>();
       ptx::keep_registers(rows.sums);
-      if (masked(tile + 1)) [[unlikely]]
-        rows.add_broken(tile + 1, shared.broken[values.at()]);
-      arrive(shared.v_empty[values.at()]);
+      if constexpr (!kWhole) {
+        if (masked(tile + 1)) rows.add_broken(tile + 1, shared.broken[before.at()]);
+      }
+      arrive(shared.v_empty[before.at()]);
+      rows.scale(reference);
+      rows.weigh(s, reference);
       rows.round(s, p);
-      rows.scale(scales);
-      values = stages;
-      stages = next;
+    };
+#pragma unroll 1
+    while (--tile >= first) {
+      if (masked(tile) || masked(tile + 1) || f.sign != 1) {
+        add_tile(std::false_type{});
+      } else {
+        add_tile(std::true_type{});
+      }
     }
-    ptx::wait_barrier(address(&shared.v_clean[values.at()]), values.parity());
-    add_values(rows.sums, p, values.at());
+    ptx::wait_barrier(address(&shared.v_clean[stages.at()]), stages.parity());
+    add_values<0, kSteps>(rows.sums, p, stages.at());
     ptx::wgmma_wait<0>();
     ptx::keep_registers(rows.sums);
-    if (masked(first)) rows.add_broken(first, shared.broken[values.at()]);
-    arrive(shared.v_empty[values.at()]);
+    if (masked(first)) rows.add_broken(first, shared.broken[stages.at()]);
+    arrive(shared.v_empty[stages.at()]);
+    ++stages.count;
   }
 };
 

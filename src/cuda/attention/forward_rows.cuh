@@ -37,9 +37,10 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
   }
 }
 
-/// What the sums so far are multiplied by once a tile has raised the rows' maxima.
-struct Scales {
-  float of[2];
+/// What the weights of a tile refer to, for each of a thread's rows.
+struct Reference {
+  float offset[2];  // the largest logit so far, in base 2
+  float factor[2];  // what the sums so far are multiplied by
 };
 
 template <typename T, int D, int Keys>
@@ -54,7 +55,7 @@ struct Rows {
   int first_row;     // this thread's first row in the sequence; the other is 8 further
   float sums[D / 2];
   float top[2];   // largest logit, before log2_scale
-  float mass[2];  // sum of weights
+  float mass[2];  // this thread's share of the sum of weights
 
   __device__ Rows(const Forward& forward, const Item& of, int consumer)
       : f(forward),
@@ -84,51 +85,82 @@ struct Rows {
     }
   }
 
-  /// Logits of a tile become weights. Both rows together: each alone is a chain of latencies.
-  __device__ Scales weigh(float (&s)[Keys / 2], int tile, bool masked) {
-    if (f.sign != 1) [[unlikely]] {
+  /// Logits before log2_scale: with its sign, and -inf where a row does not see a key.
+  __device__ void sign_and_mask(float (&s)[Keys / 2], int tile, bool masked) const {
+    if (f.sign != 1) {
 #pragma unroll
       for (float& x : s) x *= f.sign;
     }
-    if (masked) [[unlikely]]
-      mask(s, tile);
-    float of_tile[4];  // even and odd columns of each row
-#pragma unroll
-    for (int c = 0; c < 4; ++c) of_tile[c] = s[c];
-#pragma unroll
-    for (int i = 4; i < Keys / 2; ++i) of_tile[i % 4] = fmaxf(of_tile[i % 4], s[i]);
+    if (masked) mask(s, tile);
+  }
 
-    Scales scales;
-    float offset[2], shift[2];
-    bool large = false;
+  /// The thread's largest logits of a tile, for each of its rows.
+  static __device__ float2 largest(const float (&s)[Keys / 2]) {
+    float most[4] = {s[0], s[1], s[2], s[3]};  // even and odd columns of each row
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float before = top[r];
-      top[r] = fmaxf(before, quad_max(fmaxf(of_tile[2 * r], of_tile[2 * r + 1])));
-      const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
-      scales.of[r] = ptx::exp2_fast((before - reference) * f.log2_scale);
-      offset[r] = reference * f.log2_scale;
-      shift[r] = fabsf(offset[r]) > kLargeLogit ? reference : 0.0f;
-      large = large || shift[r] != 0;
+    for (int i = 4; i < Keys / 2; ++i) most[i % 4] = fmaxf(most[i % 4], s[i]);
+    return {fmaxf(most[0], most[1]), fmaxf(most[2], most[3])};
+  }
+
+  /// The same where it is not negative, else some logit of the row. As integers, three of which are compared at once:
+  /// numbers that are not negative are in the order of their bits, and the bits of others are negative.
+  static __device__ float2 largest_if_positive(const float (&s)[Keys / 2]) {
+    int most[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) most[c] = __float_as_int(s[c]);
+#pragma unroll
+    for (int i = 4; i < Keys / 2; i += 8) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int far = i + 4 + c < Keys / 2 ? i + 4 + c : i + c;
+        most[c] = __vimax3_s32(most[c], __float_as_int(s[i + c]), __float_as_int(s[far]));
+      }
     }
-    if (__any_sync(~0u, large)) [[unlikely]] {
+    return {__int_as_float(max(most[0], most[1])), __int_as_float(max(most[2], most[3]))};
+  }
+
+  /// Raises the rows' maxima to a tile's, of which the thread has `most`. Where the reference is large it is taken from
+  /// the logits here.
+  __device__ Reference raise(float (&s)[Keys / 2], const float2& most) {
+    const float before[2] = {top[0], top[1]};
+    Reference to;
+    bool large[2];
+    const auto raise_to = [&](const float2& tile) {  // both rows together: each alone is a chain of latencies
 #pragma unroll
-      for (int r = 0; r < 2; ++r) offset[r] = shift[r] != 0 ? 0.0f : offset[r];
+      for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(before[r], quad_max(r == 0 ? tile.x : tile.y));
+        const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
+        to.factor[r] = ptx::exp2_fast((before[r] - reference) * f.log2_scale);
+        to.offset[r] = reference * f.log2_scale;
+        large[r] = fabsf(to.offset[r]) > kLargeLogit;
+      }
+    };
+    raise_to(most);
+    if (__any_sync(~0u, !(top[0] >= 0 && top[1] >= 0) || large[0] || large[1])) [[unlikely]] {
+      raise_to(largest(s));
+      if (__any_sync(~0u, large[0] || large[1])) {
+        const float shift[2] = {large[0] ? top[0] : 0.0f, large[1] ? top[1] : 0.0f};
 #pragma unroll
-      for (int i = 0; i < Keys / 2; ++i) s[i] -= shift[i / 2 % 2];
+        for (int r = 0; r < 2; ++r) to.offset[r] = large[r] ? 0.0f : to.offset[r];
+#pragma unroll
+        for (int i = 0; i < Keys / 2; ++i) s[i] -= shift[i / 2 % 2];
+      }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) mass[r] *= to.factor[r];
+    return to;
+  }
+
+  /// Logits become weights.
+  __device__ void weigh(float (&s)[Keys / 2], const Reference& reference) {
+    float sum[4] = {0, 0, 0, 0};  // even and odd columns of each row
 #pragma unroll
     for (int i = 0; i < Keys / 2; ++i) {
-      s[i] = ptx::exp2_fast(__fmaf_rn(s[i], f.log2_scale, -offset[i / 2 % 2]));
-      of_tile[i % 4] = i < 4 ? s[i] : of_tile[i % 4] + s[i];
+      s[i] = ptx::exp2_fast(__fmaf_rn(s[i], f.log2_scale, -reference.offset[i / 2 % 2]));
+      sum[i % 4] += s[i];
     }
-    // The quads' sums could wait for the last tile. But the compiler would then move the exponentials behind the wait
-    // for the value product, beside which they are to run; a shuffle it leaves in its place.
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      mass[r] = __fmaf_rn(mass[r], scales.of[r], quad_sum(of_tile[2 * r] + of_tile[2 * r + 1]));
-    }
-    return scales;
+    mass[0] += sum[0] + sum[1];
+    mass[1] += sum[2] + sum[3];
   }
 
   /// Weights as the operand of the value product.
@@ -137,10 +169,10 @@ struct Rows {
     for (int i = 0; i < Keys / 4; ++i) p[i / 4][i % 4] = ptx::pair<T>(s[2 * i], s[2 * i + 1]);
   }
 
-  __device__ void scale(const Scales& scales) {
-    if (!__any_sync(~0u, scales.of[0] != 1 || scales.of[1] != 1)) return;  // no maximum was raised: the usual case
+  /// Whether a maximum was raised or not: beside the exponentials that costs less than a branch.
+  __device__ void scale(const Reference& reference) {
 #pragma unroll
-    for (int i = 0; i < D / 2; ++i) sums[i] *= scales.of[i / 2 % 2];
+    for (int i = 0; i < D / 2; ++i) sums[i] *= reference.factor[i / 2 % 2];
   }
 
   /// Adds the values that were cut (a bit for each key of the tile, from several cleaners) where they are seen: what is
@@ -182,7 +214,7 @@ struct Rows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + 8 * r;
-      float total = mass[r], factor = 0, lse = -kInfinity;
+      float total = quad_sum(mass[r]), factor = 0, lse = -kInfinity;
       if (total != 0) {
         float natural = top[r] * fabsf(p.softmax_scale), shrink = 1;
         if (p.sinks != nullptr) {
