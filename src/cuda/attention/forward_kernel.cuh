@@ -66,20 +66,20 @@ struct ForwardKernel {
     }
   }
 
-  /// One thread: fills the ring of items.
+  /// One thread, while another one initialises the barriers.
+  __device__ void take_first_item() { set_item(shared.items[0], f.params, f.schedule, blockIdx.x, kKeys); }
+
+  /// One thread: fills the ring of items behind the first.
   __device__ void take_items() {
     Ring<kItems> items;
-    unsigned first = blockIdx.x, taken = 0;
     while (true) {
-      Item& item = shared.items[items.at()];
-      ptx::sleep_on_barrier(address(&shared.item_empty[items.at()]), items.parity() ^ 1);
-      set_item(item, f.params, f.schedule, first + taken, kKeys);
-      const bool last = item.sequence < 0;
+      const bool last = shared.items[items.at()].sequence < 0;
       ptx::arrive(address(&shared.item_full[items.at()]));
       if (last) return;
       ++items.count;
-      first = gridDim.x;
-      if (f.schedule.taken != nullptr) taken = atomicAdd(f.schedule.taken, 1);
+      const unsigned taken = f.schedule.taken != nullptr ? atomicAdd(f.schedule.taken, 1) : 0;
+      ptx::sleep_on_barrier(address(&shared.item_empty[items.at()]), items.parity() ^ 1);
+      set_item(shared.items[items.at()], f.params, f.schedule, gridDim.x + taken, kKeys);
     }
   }
 
@@ -230,7 +230,9 @@ struct ForwardKernel {
       if (tile == first) arrive(shared.q_empty);
     };
     ptx::wait_barrier(address(&shared.k_full[stages.at()]), stages.parity());
+    wait_turn(consumer);
     multiply_keys(s, consumer, stages.at());
+    end_turn(consumer);
     ptx::wgmma_wait<0>();
     multiplied_keys();
     rows.sign_and_mask(s, tile, masked(tile));
@@ -302,7 +304,8 @@ __global__ __launch_bounds__(Shape::kThreads, 1) void forward_kernel(const __gri
                                                                      const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   ForwardKernel<Shape> kernel{f, *reinterpret_cast<ForwardShared<Shape>*>(shared_bytes)};
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) kernel.take_first_item();
+  if (threadIdx.x == 32) {
     ptx::prefetch_map(q_map);
     ptx::prefetch_map(k_map);
     ptx::prefetch_map(v_map);

@@ -69,18 +69,23 @@ struct Rows {
 
   __device__ KeyRange seen(int r) const { return visible_keys(f.schedule, item.q_len, item.k_len, first_row + 8 * r); }
 
+  /// A bit for each of a thread's columns of a row that is before x, counted from its first.
+  static __device__ uint32_t columns_before(int x) {
+    static_assert(Keys == 128, "32 columns: 8 i and 8 i + 1");
+    x = min(max(x, 0), Keys);
+    return static_cast<uint32_t>((uint64_t{1} << (x / 8 * 2 + min(x % 8, 2))) - 1);
+  }
+
   __device__ void mask(float (&s)[Keys / 2], int tile) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const KeyRange keys = seen(r);
-      const int first = keys.first - tile * Keys - static_cast<int>(2 * (threadIdx.x % 4));
-      const auto width = static_cast<unsigned>(keys.last - keys.first);
+      const int first_column = tile * Keys + static_cast<int>(2 * (threadIdx.x % 4));
+      const uint32_t sees = columns_before(keys.last - first_column) & ~columns_before(keys.first - first_column);
 #pragma unroll
-      for (int i = 0; i < Keys / 8; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (static_cast<unsigned>(8 * i + e - first) >= width) s[4 * i + 2 * r + e] = -kInfinity;
-        }
+      for (int i = 0; i < Keys / 4; ++i) {
+        float& x = s[i / 2 * 4 + 2 * r + i % 2];
+        if (!(sees >> i & 1)) x = -kInfinity;
       }
     }
   }
@@ -209,12 +214,18 @@ struct Rows {
     return f.params.cu_seqlens_q == nullptr ? item.sequence * x.stride_b : 0;
   }
 
+  /// Where the thread's first row stands in a tensor of the queries' rows.
+  __device__ int64_t row_offset(const plan::RowsView& x) const {
+    return batch_offset(x) + (item.q_begin + int64_t{first_row}) * x.stride_row + item.head * x.stride_head;
+  }
+
   __device__ void write() {
     const plan::ForwardParams& p = f.params;
+    T* out = static_cast<T*>(p.out.data) + row_offset(p.out) + threadIdx.x % 4 * 8;
+    float* lse = p.lse.data == nullptr ? nullptr : static_cast<float*>(p.lse.data) + row_offset(p.lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + 8 * r;
-      float total = quad_sum(mass[r]), factor = 0, lse = -kInfinity;
+      float total = quad_sum(mass[r]), factor = 0, log_sum = -kInfinity;
       if (total != 0) {
         float natural = top[r] * fabsf(p.softmax_scale), shrink = 1;
         if (p.sinks != nullptr) {
@@ -227,12 +238,9 @@ struct Rows {
           total = above > 0 ? total * shrink + 1 : total + exp2f(above);
         }
         factor = shrink / total;
-        lse = natural + logf(total);
+        log_sum = natural + logf(total);
       }
-      const int64_t at = item.q_begin + int64_t{row};
-      const bool inside = row < item.q_len;
-      T* const out =
-          static_cast<T*>(p.out.data) + batch_offset(p.out) + at * p.out.stride_row + item.head * p.out.stride_head;
+      const bool inside = first_row + 8 * r < item.q_len;
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         uint32_t words[4];
@@ -242,14 +250,11 @@ struct Rows {
           words[j] = ptx::pair<T>(pair[0] * factor, pair[1] * factor);
         }
         transpose_quad(words);
-        if (inside) {
-          reinterpret_cast<uint4*>(out)[4 * i + threadIdx.x % 4] = make_uint4(words[0], words[1], words[2], words[3]);
-        }
+        if (inside) reinterpret_cast<uint4*>(out)[4 * i] = make_uint4(words[0], words[1], words[2], words[3]);
       }
-      if (p.lse.data != nullptr && inside && threadIdx.x % 4 == 0) {
-        static_cast<float*>(p.lse.data)[batch_offset(p.lse) + at * p.lse.stride_row + item.head * p.lse.stride_head] =
-            lse;
-      }
+      if (lse != nullptr && inside && threadIdx.x % 4 == 0) *lse = log_sum;
+      if (r == 0) out += 8 * p.out.stride_row;
+      if (r == 0 && lse != nullptr) lse += 8 * p.lse.stride_row;
     }
   }
 };
