@@ -216,8 +216,6 @@ inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); 
 inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
 inline double __longlong_as_double(long long x) { return __builtin_bit_cast(double, x); }
 
-inline int __vimax3_s32(int a, int b, int c) { return std::max({a, b, c}); }
-
 // Floating point, one rounding each; NaN as the device makes it.
 inline float __fmul_rn(float a, float b) { return emu::device_nan(a * b); }
 inline float __fadd_rn(float a, float b) { return emu::device_nan(a + b); }

@@ -259,7 +259,7 @@ struct ForwardKernel {
       multiplied_keys();
       // Where the products are long their queue is full: the maxima do not wait for it.
       float2 most;
-      if constexpr (kWhole) most = rows.largest_if_positive(s);
+      if constexpr (kWhole) most = rows.largest(s);
       if constexpr (kAhead < kSteps) {
         add_values<kAhead, kSteps>(rows.sums, p, before.at());
         end_turn(consumer);

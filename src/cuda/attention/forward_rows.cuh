@@ -107,52 +107,29 @@ struct Rows {
     return {fmaxf(most[0], most[1]), fmaxf(most[2], most[3])};
   }
 
-  /// The same where it is not negative, else some logit of the row. As integers, three of which are compared at once:
-  /// numbers that are not negative are in the order of their bits, and the bits of others are negative.
-  static __device__ float2 largest_if_positive(const float (&s)[Keys / 2]) {
-    int most[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) most[c] = __float_as_int(s[c]);
-#pragma unroll
-    for (int i = 4; i < Keys / 2; i += 8) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int far = i + 4 + c < Keys / 2 ? i + 4 + c : i + c;
-        most[c] = __vimax3_s32(most[c], __float_as_int(s[i + c]), __float_as_int(s[far]));
-      }
-    }
-    return {__int_as_float(max(most[0], most[1])), __int_as_float(max(most[2], most[3]))};
-  }
-
   /// Raises the rows' maxima to a tile's, of which the thread has `most`. Where the reference is large it is taken from
-  /// the logits here.
+  /// the logits here. Both rows together: each alone is a chain of latencies.
   __device__ Reference raise(float (&s)[Keys / 2], const float2& most) {
-    const float before[2] = {top[0], top[1]};
     Reference to;
-    bool large[2];
-    const auto raise_to = [&](const float2& tile) {  // both rows together: each alone is a chain of latencies
+    float shift[2];
+    bool large = false;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        top[r] = fmaxf(before[r], quad_max(r == 0 ? tile.x : tile.y));
-        const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
-        to.factor[r] = ptx::exp2_fast((before[r] - reference) * f.log2_scale);
-        to.offset[r] = reference * f.log2_scale;
-        large[r] = fabsf(to.offset[r]) > kLargeLogit;
-      }
-    };
-    raise_to(most);
-    if (__any_sync(~0u, !(top[0] >= 0 && top[1] >= 0) || large[0] || large[1])) [[unlikely]] {
-      raise_to(largest(s));
-      if (__any_sync(~0u, large[0] || large[1])) {
-        const float shift[2] = {large[0] ? top[0] : 0.0f, large[1] ? top[1] : 0.0f};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) to.offset[r] = large[r] ? 0.0f : to.offset[r];
-#pragma unroll
-        for (int i = 0; i < Keys / 2; ++i) s[i] -= shift[i / 2 % 2];
-      }
+    for (int r = 0; r < 2; ++r) {
+      const float before = top[r];
+      top[r] = fmaxf(before, quad_max(r == 0 ? most.x : most.y));
+      const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
+      to.factor[r] = ptx::exp2_fast((before - reference) * f.log2_scale);
+      to.offset[r] = reference * f.log2_scale;
+      shift[r] = fabsf(to.offset[r]) > kLargeLogit ? reference : 0.0f;
+      large = large || shift[r] != 0;
+      mass[r] *= to.factor[r];
     }
+    if (__any_sync(~0u, large)) [[unlikely]] {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) mass[r] *= to.factor[r];
+      for (int r = 0; r < 2; ++r) to.offset[r] = shift[r] != 0 ? 0.0f : to.offset[r];
+#pragma unroll
+      for (int i = 0; i < Keys / 2; ++i) s[i] -= shift[i / 2 % 2];
+    }
     return to;
   }
 
@@ -184,18 +161,25 @@ struct Rows {
   /// not finite stays so whatever its weight.
   template <int Cleaners>
   __device__ void add_broken(int tile, const uint32_t (&broken)[Cleaners][Keys / 32]) {
+    uint32_t any = 0;  // of all words at once, as each load waits behind the operands that products read
+#pragma unroll
+    for (int i = 0; i < Cleaners * Keys / 32; ++i) any |= broken[i / (Keys / 32)][i % (Keys / 32)];
+    if (any != 0) add_broken_words(tile, broken);
+    __syncwarp();  // every lane has read `broken` before one of them gives it back
+  }
+  template <int Cleaners>
+  __device__ void add_broken_words(int tile, const uint32_t (&broken)[Cleaners][Keys / 32]) {
     for (int word = 0; word < Keys / 32; ++word) {
       uint32_t bits = 0;
       for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
       for (; bits != 0; bits &= bits - 1) add_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
     }
-    __syncwarp();  // every lane has read `broken` before one of them gives it back
   }
 
   /// What is not finite of a key's values, to the rows that see it.
   __device__ void add_values(int key) {
     const plan::ForwardParams& p = f.params;
-    const T* const v = static_cast<const T*>(p.v.data) + batch_offset(p.v) +
+    const T* const v = static_cast<const T*>(p.v.data) + batch_offset(p.v, item.sequence) +
                        (item.k_begin + int64_t{key}) * p.v.stride_row +
                        item.head / (p.heads / p.kv_heads) * p.v.stride_head;
 #pragma unroll
@@ -210,27 +194,27 @@ struct Rows {
     }
   }
 
-  __device__ int64_t batch_offset(const plan::RowsView& x) const {
-    return f.params.cu_seqlens_q == nullptr ? item.sequence * x.stride_b : 0;
-  }
-
-  /// Where the thread's first row stands in a tensor of the queries' rows.
-  __device__ int64_t row_offset(const plan::RowsView& x) const {
-    return batch_offset(x) + (item.q_begin + int64_t{first_row}) * x.stride_row + item.head * x.stride_head;
+  __device__ int64_t batch_offset(const plan::RowsView& x, int sequence) const {
+    return f.params.cu_seqlens_q == nullptr ? sequence * x.stride_b : 0;
   }
 
   __device__ void write() {
     const plan::ForwardParams& p = f.params;
-    T* out = static_cast<T*>(p.out.data) + row_offset(p.out) + threadIdx.x % 4 * 8;
-    float* lse = p.lse.data == nullptr ? nullptr : static_cast<float*>(p.lse.data) + row_offset(p.lse);
+    const int sequence = item.sequence, head = item.head, q_begin = item.q_begin, q_len = item.q_len;
+    const auto offset = [&](const plan::RowsView& x) {  // of the thread's first row
+      return batch_offset(x, sequence) + (q_begin + int64_t{first_row}) * x.stride_row + head * x.stride_head;
+    };
+    T* out = static_cast<T*>(p.out.data) + offset(p.out) + threadIdx.x % 4 * 8;
+    float* lse = p.lse.data == nullptr ? nullptr : static_cast<float*>(p.lse.data) + offset(p.lse);
+    const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[head];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float total = quad_sum(mass[r]), factor = 0, log_sum = -kInfinity;
       if (total != 0) {
         float natural = top[r] * fabsf(p.softmax_scale), shrink = 1;
-        if (p.sinks != nullptr) {
+        if (sink != -kInfinity) {
           constexpr float kLog2E = 1.44269504f;
-          const float sink = p.sinks[item.head], above = (sink - natural) * kLog2E;
+          const float above = (sink - natural) * kLog2E;
           if (above > 0) {
             natural = sink;
             shrink = exp2f(-above);
@@ -240,7 +224,7 @@ struct Rows {
         factor = shrink / total;
         log_sum = natural + logf(total);
       }
-      const bool inside = first_row + 8 * r < item.q_len;
+      const bool inside = first_row + 8 * r < q_len;
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         uint32_t words[4];

@@ -42,7 +42,7 @@ struct ForwardShared {
   alignas(1024) uint16_t v[Shape::kStages][Shape::kBlocks][Shape::kKeys][64];
   Item items[Shape::kItems];
   // A bit for each key that clean_values() cut.
-  uint32_t broken[Shape::kStages][Shape::kCleaners][Shape::kKeys / 32];
+  alignas(16) uint32_t broken[Shape::kStages][Shape::kCleaners][Shape::kKeys / 32];
   // Barriers, of stages where there are many. Filled by copies, emptied by consumers.
   uint64_t q_full, q_empty, k_full[Shape::kStages], k_empty[Shape::kStages], v_full[Shape::kStages],
       v_clean[Shape::kStages], v_empty[Shape::kStages], item_full[Shape::kItems], item_empty[Shape::kItems];
