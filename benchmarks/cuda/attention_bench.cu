@@ -1,7 +1,8 @@
 // Times whole-sequence attention on a device, a call by all its kernels, in TFLOP/s: the median of 15 calls, and calls
 // one behind the other for a quarter of a second, by when the card's power limit has lowered the clock. L2 is cold for
-// large shapes only. attention_bench forward|backward [NAME [DEVIATION]]: the shapes whose name contains NAME, logits
-// of that standard deviation (1) in nats. The backward counts 2.5 times the forward's operations.
+// large shapes only. attention_bench forward|backward [NAME [DEVIATION [MEAN]]]: the shapes whose name contains NAME,
+// logits of that standard deviation (1) and mean (0) in nats; of trained heads, many have a mean so low that no logit
+// of a row is positive. The backward counts 2.5 times the forward's operations.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -52,10 +53,17 @@ __global__ void fill(uint16_t* x, int64_t size, uint32_t seed) {
   }
 }
 
+/// The first channel of each row.
+__global__ void set_first_channel(uint16_t* x, int64_t rows, int64_t dim, float value) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows; i += int64_t{gridDim.x} * blockDim.x) {
+    x[i * dim] = static_cast<uint16_t>(__float_as_uint(value) >> 16);
+  }
+}
+
 class Problem {
  public:
-  /// deviation: of the logits, in nats.
-  Problem(const Shape& s, double deviation) {
+  /// deviation and mean: of the logits, in nats.
+  Problem(const Shape& s, double deviation, double mean) {
     const int64_t q_size = s.batch * s.rows * s.heads * s.dim, k_size = s.batch * s.rows * s.kv_heads * s.dim;
     const auto rows = [&](int64_t size, int64_t heads, uint32_t seed) {
       void* data = allocate(size * 2);
@@ -85,6 +93,15 @@ class Problem {
     f.softmax_scale = static_cast<float>(deviation / std::sqrt(static_cast<double>(s.dim)));
     workspace_ = allocate(
         std::max(fold::cuda::attention_forward_workspace(f), fold::cuda::attention_backward_workspace(params_)));
+    if (mean != 0.0) {
+      const double of_query = 8.0, of_key = mean * std::sqrt(static_cast<double>(s.dim)) / (of_query * deviation);
+      const auto set = [&](const fold::plan::RowsView& x, int64_t size, double value) {
+        set_first_channel<<<1024, 256>>>(static_cast<uint16_t*>(x.data), size / s.dim, s.dim,
+                                         static_cast<float>(value));
+      };
+      set(f.q, q_size, of_query);
+      set(f.k, k_size, of_key);
+    }
     forward(nullptr);  // out and lse, for the backward
     check(cudaDeviceSynchronize());
   }
@@ -153,10 +170,10 @@ int main(int argc, char** argv) {
   }
   const bool backward = direction == "backward";
   try {
-    const double deviation = argc > 3 ? std::stod(argv[3]) : 1.0;
+    const double deviation = argc > 3 ? std::stod(argv[3]) : 1.0, mean = argc > 4 ? std::stod(argv[4]) : 0.0;
     for (const Shape& s : kShapes) {
       if (argc > 2 && !std::strstr(s.name, argv[2])) continue;
-      Problem problem(s, deviation);
+      Problem problem(s, deviation, mean);
       const Times ms = times_of(problem, backward ? &Problem::backward : &Problem::forward);
       const double pairs = static_cast<double>(s.rows) * (s.causal ? s.rows / 2.0 : s.rows);
       const double operations = (backward ? 2.5 : 1.0) * 4 * pairs * static_cast<double>(s.batch * s.heads * s.dim);
