@@ -239,8 +239,9 @@ struct ForwardKernel {
     rows.weigh(s, rows.raise(s, rows.largest(s)));
     rows.round(s, p);
     bool keys_there = false, values_there = false;
-    // Its logits, while the tile before is multiplied with its values. In two copies, so that few branches stand
-    // between the products of most tiles: for those without a mask, like the one before, and the others.
+    // A tile's logits become weights while the tile before is multiplied with its values. The code is there twice, so
+    // that few branches stand between the products of most tiles: for a tile without a mask behind one without, and for
+    // the others.
     const auto add_tile = [&](auto whole) {
       constexpr bool kWhole = decltype(whole)::value;
       const Ring<kStages> before = stages;
@@ -257,7 +258,7 @@ struct ForwardKernel {
       if constexpr (kAhead == kSteps) end_turn(consumer);
       ptx::wgmma_wait<1>();
       multiplied_keys();
-      // Where the products are long their queue is full: the maxima do not wait for it.
+      // The value product's later steps would wait in a full queue: the maxima are taken before they are issued.
       float2 most;
       if constexpr (kWhole) most = rows.largest(s);
       if constexpr (kAhead < kSteps) {
