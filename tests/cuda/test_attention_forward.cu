@@ -98,6 +98,19 @@ TEST_F(DeviceTest, ForwardSinksFarFromTheLogits) {
   }
 }
 
+// A sink of NaN reaches all of its head's rows, and no other's.
+TEST_F(DeviceTest, ForwardSinkOfNan) {
+  constexpr int64_t kRows = 100, kHeads = 2, kDim = 64;
+  Problem p(DType::bf16, {1, kRows, kRows, kHeads, 1, kDim});
+  p.options.causal = true;
+  p.sinks.fill(0.0);
+  p.sinks.set(1, kNan);
+  p.use_sinks();
+  forward_on_device(p);
+  for (int64_t i = 0; i < kRows * kHeads * kDim; ++i) EXPECT_EQ(std::isnan(p.out.at(i)), i / kDim % kHeads == 1);
+  for (int64_t i = 0; i < kHeads * kRows; ++i) EXPECT_EQ(std::isnan(p.lse.at(i)), i / kRows == 1);
+}
+
 /// Logits of even rows rise from tile to tile in the order in which tiles are met, those of odd rows fall.
 class ForwardRisingLogits : public DeviceTest, public ::testing::WithParamInterface<std::tuple<int64_t, DType>> {};
 
@@ -119,21 +132,23 @@ INSTANTIATE_TEST_SUITE_P(Dims, ForwardRisingLogits,
                          ::testing::Combine(::testing::Values(64, 96, 128),
                                             ::testing::Values(DType::bf16, DType::f16)));
 
-// No logit of a row is positive, or only those of one tile are. They differ within tiles, and rise from one to the next
-// in the order in which tiles are met.
+// Of four rows in five no logit is positive, or only those of one tile are; every fifth has both signs. Logits differ
+// within tiles, and rise from one to the next in the order in which tiles are met, up to the positive one.
 TEST_F(DeviceTest, ForwardNegativeLogits) {
-  constexpr int64_t kRows = 260, kKeys = 700, kDim = 128;
-  for (const double nats : {5.0, 40.0, 3000.0}) {
-    for (const int positive_tile : {-1, 0, 3}) {
-      Problem p(DType::bf16, {1, kRows, kKeys, 1, 1, kDim});
-      const double of_query = 8.0, of_key = nats * std::sqrt(static_cast<double>(kDim)) / of_query;
-      for (int64_t i = 0; i < kRows; ++i) p.q.set(i * kDim, i % 5 == 0 ? 0.0 : of_query);
-      for (int64_t j = 0; j < kKeys; ++j) {
-        const double sign = j / 128 == positive_tile ? 1.0 : -1.0;
-        p.k.set(j * kDim, sign * of_key * static_cast<double>(1 + j / 128 + j % 3));
+  constexpr int64_t kRows = 260, kKeys = 700;
+  for (const int64_t dim : {64, 128}) {
+    for (const double nats : {5.0, 40.0, 3000.0}) {
+      for (const int positive_tile : {-1, 0, 3}) {
+        Problem p(DType::bf16, {1, kRows, kKeys, 1, 1, dim});
+        const double of_query = 8.0, of_key = nats * std::sqrt(static_cast<double>(dim)) / of_query;
+        for (int64_t i = 0; i < kRows; ++i) p.q.set(i * dim, i % 5 == 0 ? 0.0 : of_query);
+        for (int64_t j = 0; j < kKeys; ++j) {
+          const double sign = j / 128 == positive_tile ? 1.0 : -1.0;
+          p.k.set(j * dim, sign * of_key * static_cast<double>(1 + j / 128 + j % 3));
+        }
+        SCOPED_TRACE(::testing::Message() << dim << ", " << nats << ", positive in tile " << positive_tile);
+        expect_accurate(p);
       }
-      SCOPED_TRACE(::testing::Message() << nats << ", positive in tile " << positive_tile);
-      expect_accurate(p);
     }
   }
 }

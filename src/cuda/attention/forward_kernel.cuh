@@ -99,20 +99,19 @@ struct ForwardKernel {
         ++queries.count;
         copy_tile(q_map, shared.q, shared.q_full, item.q_begin + item.first_row, item.head, sequence, Shape::kRows);
       }
-      const auto copy_keys = [&](int tile) {
-        const int at = keys.at();
-        ptx::sleep_on_barrier(address(&shared.k_empty[at]), keys.parity() ^ 1);
-        copy_tile(k_map, shared.k[at], shared.k_full[at], item.k_begin + tile * kKeys, head, sequence, kKeys);
-        ++keys.count;
+      const auto copy_next = [&](const CUtensorMap& map, auto& places, uint64_t* full, uint64_t* empty,
+                                 Ring<kStages>& ring, int tile) {
+        const int at = ring.at();
+        ptx::sleep_on_barrier(address(&empty[at]), ring.parity() ^ 1);
+        copy_tile(map, places[at], full[at], item.k_begin + tile * kKeys, head, sequence, kKeys);
+        ++ring.count;
       };
+      const auto copy_keys = [&](int tile) { copy_next(k_map, shared.k, shared.k_full, shared.k_empty, keys, tile); };
       // In the order of use: the next tile's keys before a tile's values.
       if (item.tiles_begin < item.tiles_end) copy_keys(item.tiles_end - 1);
       for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
         if (tile > item.tiles_begin) copy_keys(tile - 1);
-        const int at = values.at();
-        ptx::sleep_on_barrier(address(&shared.v_empty[at]), values.parity() ^ 1);
-        copy_tile(v_map, shared.v[at], shared.v_full[at], item.k_begin + tile * kKeys, head, sequence, kKeys);
-        ++values.count;
+        copy_next(v_map, shared.v, shared.v_full, shared.v_empty, values, tile);
       }
       ptx::arrive(address(&shared.item_empty[items.at()]));
       ++items.count;
@@ -130,6 +129,7 @@ struct ForwardKernel {
       if (item.sequence < 0) return;
       for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
         ptx::sleep_on_barrier(address(&shared.v_full[stages.at()]), stages.parity());
+        __syncwarp();  // no lane sleeps on when another gives the tile away
         if (item.masked(tile)) clean_values(stages.at());
         arrive(shared.v_clean[stages.at()]);
         ++stages.count;
@@ -161,7 +161,8 @@ struct ForwardKernel {
     __syncwarp();
   }
 
-  /// Turns of the consumers: each issues its products when the others have issued theirs.
+  /// Turns of the consumers: each issues its products when the others have issued theirs; an item's last value product
+  /// takes none.
   static __device__ void wait_turn(int consumer) { ptx::sync_named(1 + consumer, 128 * Shape::kConsumers); }
   static __device__ void end_turn(int consumer) {
 #pragma unroll
@@ -222,7 +223,9 @@ struct ForwardKernel {
     uint32_t p[kSteps][4];
     const int first = uniform(item.tiles_begin), whole_begin = uniform(item.whole_begin);
     const int whole_end = uniform(item.whole_end);
-    const auto masked = [&](int tile) { return tile < whole_begin || tile >= whole_end; };
+    const auto masked = [&](int tile) {
+      return tile < whole_begin || tile >= whole_end;
+    };  // Item::masked, in registers
     int tile = uniform(item.tiles_end) - 1;
     const auto multiplied_keys = [&] {
       ptx::keep_registers(s);
@@ -239,9 +242,9 @@ struct ForwardKernel {
     rows.weigh(s, rows.raise(s, rows.largest(s)));
     rows.round(s, p);
     bool keys_there = false, values_there = false;
-    // A tile's logits become weights while the tile before is multiplied with its values. The code is there twice, so
-    // that few branches stand between the products of most tiles: for a tile without a mask behind one without, and for
-    // the others.
+    // A tile's logits are multiplied, and their maxima taken, beside the value product of the tile before; they become
+    // weights behind it, beside other warpgroups' products. The code is there twice, so that few branches stand between
+    // the products of most tiles: for a tile without a mask behind one without, and for the others.
     const auto add_tile = [&](auto whole) {
       constexpr bool kWhole = decltype(whole)::value;
       const Ring<kStages> before = stages;
@@ -251,15 +254,17 @@ struct ForwardKernel {
       multiply_keys(s, consumer, stages.at());
       if (!values_there) ptx::wait_barrier(address(&shared.v_clean[before.at()]), before.parity());
       add_values<0, kAhead>(rows.sums, p, before.at());
-      // Asked before the answers are needed, as they take a while.
+      // Asked before the answers are needed, as they take a while. This thread has waited for the phases before these,
+      // so a parity is enough to tell.
       const Ring<kStages> next{stages.count + 1};
       keys_there = tile > first && ptx::phase_is_over(address(&shared.k_full[next.at()]), next.parity());
       values_there = ptx::phase_is_over(address(&shared.v_clean[stages.at()]), stages.parity());
       if constexpr (kAhead == kSteps) end_turn(consumer);
       ptx::wgmma_wait<1>();
       multiplied_keys();
-      // The value product's later steps would wait in a full queue: the maxima are taken before they are issued.
-      float2 most;
+      // Above head dim 64 the value product's later steps would wait in a full queue: the maxima are taken before they
+      // are issued.
+      PerRow most;
       if constexpr (kWhole) most = rows.largest(s);
       if constexpr (kAhead < kSteps) {
         add_values<kAhead, kSteps>(rows.sums, p, before.at());
@@ -288,7 +293,7 @@ struct ForwardKernel {
         add_tile(std::true_type{});
       }
     }
-    ptx::wait_barrier(address(&shared.v_clean[stages.at()]), stages.parity());
+    if (!values_there) ptx::wait_barrier(address(&shared.v_clean[stages.at()]), stages.parity());
     add_values<0, kSteps>(rows.sums, p, stages.at());
     ptx::wgmma_wait<0>();
     ptx::keep_registers(rows.sums);

@@ -37,9 +37,14 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
   }
 }
 
+/// A number for each of a thread's two rows.
+struct PerRow {
+  float of[2];
+};
+
 /// What the weights of a tile refer to, for each of a thread's rows.
 struct Reference {
-  float offset[2];  // the largest logit so far, in base 2
+  float offset[2];  // taken from logits in base 2: the largest so far, or 0 where raise() has taken it already
   float factor[2];  // what the sums so far are multiplied by
 };
 
@@ -69,7 +74,7 @@ struct Rows {
 
   __device__ KeyRange seen(int r) const { return visible_keys(f.schedule, item.q_len, item.k_len, first_row + 8 * r); }
 
-  /// A bit for each of a thread's columns of a row that is before x, counted from its first.
+  /// Bit i: whether the thread's i-th column is before x, both counted from its first.
   static __device__ uint32_t columns_before(int x) {
     static_assert(Keys == 128, "32 columns: 8 i and 8 i + 1");
     x = min(max(x, 0), Keys);
@@ -100,27 +105,27 @@ struct Rows {
   }
 
   /// The thread's largest logits of a tile, for each of its rows.
-  static __device__ float2 largest(const float (&s)[Keys / 2]) {
+  static __device__ PerRow largest(const float (&s)[Keys / 2]) {
     float most[4] = {s[0], s[1], s[2], s[3]};  // even and odd columns of each row
 #pragma unroll
     for (int i = 4; i < Keys / 2; ++i) most[i % 4] = fmaxf(most[i % 4], s[i]);
-    return {fmaxf(most[0], most[1]), fmaxf(most[2], most[3])};
+    return {{fmaxf(most[0], most[1]), fmaxf(most[2], most[3])}};
   }
 
-  /// Raises the rows' maxima to a tile's, of which the thread has `most`. Where the reference is large it is taken from
-  /// the logits here. Both rows together: each alone is a chain of latencies.
-  __device__ Reference raise(float (&s)[Keys / 2], const float2& most) {
+  /// Raises the rows' maxima to a tile's, of which the thread has `most`, and scales their masses likewise. Where the
+  /// reference is large it is taken from the logits here. Both rows together: each alone is a chain of latencies.
+  __device__ Reference raise(float (&s)[Keys / 2], const PerRow& most) {
     Reference to;
     float shift[2];
     bool large = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = top[r];
-      top[r] = fmaxf(before, quad_max(r == 0 ? most.x : most.y));
-      const float reference = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
-      to.factor[r] = ptx::exp2_fast((before - reference) * f.log2_scale);
-      to.offset[r] = reference * f.log2_scale;
-      shift[r] = fabsf(to.offset[r]) > kLargeLogit ? reference : 0.0f;
+      top[r] = fmaxf(before, quad_max(most.of[r]));
+      const float base = top[r] == -kInfinity ? 0.0f : top[r];  // of a row that has seen no key
+      to.factor[r] = ptx::exp2_fast((before - base) * f.log2_scale);
+      to.offset[r] = base * f.log2_scale;
+      shift[r] = fabsf(to.offset[r]) > kLargeLogit ? base : 0.0f;
       large = large || shift[r] != 0;
       mass[r] *= to.factor[r];
     }
@@ -172,12 +177,13 @@ struct Rows {
     for (int word = 0; word < Keys / 32; ++word) {
       uint32_t bits = 0;
       for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
-      for (; bits != 0; bits &= bits - 1) add_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
+      for (; bits != 0; bits &= bits - 1)
+        add_broken_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
     }
   }
 
   /// What is not finite of a key's values, to the rows that see it.
-  __device__ void add_values(int key) {
+  __device__ void add_broken_values(int key) {
     const plan::ForwardParams& p = f.params;
     const T* const v = static_cast<const T*>(p.v.data) + batch_offset(p.v, item.sequence) +
                        (item.k_begin + int64_t{key}) * p.v.stride_row +

@@ -23,8 +23,8 @@ struct ForwardShape {
   static constexpr int kRows = forward_rows(D), kKeys = kForwardKeys;
   static constexpr int kStages = D == 64 ? 4 : 2;
   static constexpr int kSteps = kKeys / 16;  // of a value product
-  /// So many are issued before the maxima of the next logits are taken, the others then. At head dim 64 they take half
-  /// as long, and three warpgroups are in each other's way.
+  /// So many are issued before the maxima of the next tile's logits are taken, the others then; all before a masked
+  /// tile's. At head dim 64 they take half as long, and three warpgroups are in each other's way.
   static constexpr int kStepsAhead = D == 64 ? kSteps : 1;
   static constexpr int kBlocks = (D + 63) / 64;  // of 64 channels; the last one may be part empty
   static constexpr int kThreads = 128 * (kConsumers + 1);
