@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "cuda/attention/forward_rows.cuh"
 #include "cuda/attention/forward_shape.cuh"
 
@@ -94,11 +96,6 @@ struct ForwardKernel {
       if (item.sequence < 0) return;
       const int head = item.head / group;
       const int sequence = f.params.cu_seqlens_q == nullptr ? item.sequence : 0;
-      if (item.tiles_begin < item.tiles_end) {
-        ptx::sleep_on_barrier(address(&shared.q_empty), queries.parity() ^ 1);
-        ++queries.count;
-        copy_tile(q_map, shared.q, shared.q_full, item.q_begin + item.first_row, item.head, sequence, Shape::kRows);
-      }
       const auto copy_next = [&](const CUtensorMap& map, auto& places, uint64_t* full, uint64_t* empty,
                                  Ring<kStages>& ring, int tile) {
         const int at = ring.at();
@@ -108,7 +105,12 @@ struct ForwardKernel {
       };
       const auto copy_keys = [&](int tile) { copy_next(k_map, shared.k, shared.k_full, shared.k_empty, keys, tile); };
       // In the order of use: the next tile's keys before a tile's values.
-      if (item.tiles_begin < item.tiles_end) copy_keys(item.tiles_end - 1);
+      if (item.tiles_begin < item.tiles_end) {
+        ptx::sleep_on_barrier(address(&shared.q_empty), queries.parity() ^ 1);
+        ++queries.count;
+        copy_tile(q_map, shared.q, shared.q_full, item.q_begin + item.first_row, item.head, sequence, Shape::kRows);
+        copy_keys(item.tiles_end - 1);
+      }
       for (int tile = item.tiles_end - 1; tile >= item.tiles_begin; --tile) {
         if (tile > item.tiles_begin) copy_keys(tile - 1);
         copy_next(v_map, shared.v, shared.v_full, shared.v_empty, values, tile);
@@ -223,9 +225,8 @@ struct ForwardKernel {
     uint32_t p[kSteps][4];
     const int first = uniform(item.tiles_begin), whole_begin = uniform(item.whole_begin);
     const int whole_end = uniform(item.whole_end);
-    const auto masked = [&](int tile) {
-      return tile < whole_begin || tile >= whole_end;
-    };  // Item::masked, in registers
+    // Item::masked, from registers.
+    const auto masked = [&](int tile) { return tile < whole_begin || tile >= whole_end; };
     int tile = uniform(item.tiles_end) - 1;
     const auto multiplied_keys = [&] {
       ptx::keep_registers(s);

@@ -169,17 +169,16 @@ struct Rows {
     uint32_t any = 0;  // of all words at once, as each load waits behind the operands that products read
 #pragma unroll
     for (int i = 0; i < Cleaners * Keys / 32; ++i) any |= broken[i / (Keys / 32)][i % (Keys / 32)];
-    if (any != 0) add_broken_words(tile, broken);
-    __syncwarp();  // every lane has read `broken` before one of them gives it back
-  }
-  template <int Cleaners>
-  __device__ void add_broken_words(int tile, const uint32_t (&broken)[Cleaners][Keys / 32]) {
-    for (int word = 0; word < Keys / 32; ++word) {
-      uint32_t bits = 0;
-      for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
-      for (; bits != 0; bits &= bits - 1)
-        add_broken_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
+    if (any != 0) {
+      for (int word = 0; word < Keys / 32; ++word) {
+        uint32_t bits = 0;
+        for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
+        for (; bits != 0; bits &= bits - 1) {
+          add_broken_values(tile * Keys + 32 * word + __ffs(static_cast<int>(bits)) - 1);
+        }
+      }
     }
+    __syncwarp();  // every lane has read `broken` before one of them gives it back
   }
 
   /// What is not finite of a key's values, to the rows that see it.
@@ -210,8 +209,8 @@ struct Rows {
     const auto offset = [&](const plan::RowsView& x) {  // of the thread's first row
       return batch_offset(x, sequence) + (q_begin + int64_t{first_row}) * x.stride_row + head * x.stride_head;
     };
-    T* out = static_cast<T*>(p.out.data) + offset(p.out) + threadIdx.x % 4 * 8;
-    float* lse = p.lse.data == nullptr ? nullptr : static_cast<float*>(p.lse.data) + offset(p.lse);
+    T* const out = static_cast<T*>(p.out.data) + offset(p.out) + threadIdx.x % 4 * 8;
+    float* const lse = p.lse.data == nullptr ? nullptr : static_cast<float*>(p.lse.data) + offset(p.lse);
     const float sink = p.sinks == nullptr ? -kInfinity : p.sinks[head];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -231,6 +230,7 @@ struct Rows {
         log_sum = natural + logf(total);
       }
       const bool inside = first_row + 8 * r < q_len;
+      auto* const row = reinterpret_cast<uint4*>(out + 8 * r * p.out.stride_row);
 #pragma unroll
       for (int i = 0; i < D / 32; ++i) {
         uint32_t words[4];
@@ -240,11 +240,9 @@ struct Rows {
           words[j] = ptx::pair<T>(pair[0] * factor, pair[1] * factor);
         }
         transpose_quad(words);
-        if (inside) reinterpret_cast<uint4*>(out)[4 * i] = make_uint4(words[0], words[1], words[2], words[3]);
+        if (inside) row[4 * i] = make_uint4(words[0], words[1], words[2], words[3]);
       }
-      if (lse != nullptr && inside && threadIdx.x % 4 == 0) *lse = log_sum;
-      if (r == 0) out += 8 * p.out.stride_row;
-      if (r == 0 && lse != nullptr) lse += 8 * p.lse.stride_row;
+      if (lse != nullptr && inside && threadIdx.x % 4 == 0) lse[8 * r * p.lse.stride_row] = log_sum;
     }
   }
 };

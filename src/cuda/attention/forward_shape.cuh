@@ -41,7 +41,7 @@ struct ForwardShared {
   alignas(1024) uint16_t k[Shape::kStages][Shape::kBlocks][Shape::kKeys][64];
   alignas(1024) uint16_t v[Shape::kStages][Shape::kBlocks][Shape::kKeys][64];
   Item items[Shape::kItems];
-  // A bit for each key that clean_values() cut.
+  // A bit for each key that clean_values() cut. Aligned, so that a load takes four words.
   alignas(16) uint32_t broken[Shape::kStages][Shape::kCleaners][Shape::kKeys / 32];
   // Barriers, of stages where there are many. Filled by copies, emptied by consumers.
   uint64_t q_full, q_empty, k_full[Shape::kStages], k_empty[Shape::kStages], v_full[Shape::kStages],
