@@ -340,8 +340,8 @@ void run(const Shape& s, Kind kind, const std::vector<float>& depths_wanted, Evi
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     if (kind.append) fold::cuda::step_write(append.params, append.workspace, stream);
-    fold::cuda::decode(p, {.max_pages = cache.pages_of_request, .written = kind.append ? &append.params : nullptr},
-                       workspace, stream);
+    fold::cuda::decode(p, {.max_pages = cache.pages_of_request}, kind.append ? &append.params : nullptr, workspace,
+                       stream);
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     const Times t = time_of([&] { check(cudaGraphLaunch(executable, stream)); }, evict, stream);

@@ -158,7 +158,7 @@ class Call {
 
   int64_t workspace() const {
     if (backend_ == nullptr) return 0;
-    return 2 * table_bytes() + write_bytes() + backend_->decode_workspace(decode_, bounds());
+    return 2 * table_bytes() + backend_->decode_step_workspace(write_, decode_);
   }
 
   void run(const Launch& launch) {
@@ -175,18 +175,12 @@ class Call {
              api::shape_text(args_.decode.block_table);
     };
     at.workspace = tables + 2 * table_bytes();
-    api::require_launched(text, place_, backend_->step_write(write_, at));
-    at.workspace = tables + 2 * table_bytes() + write_bytes();
-    api::require_launched(text, place_, backend_->decode(decode_, bounds(), at));
+    api::require_launched(text, place_, backend_->decode_step(write_, decode_, at));
   }
 
  private:
   /// Lengths, or numbers of tokens, in the workspace.
   int64_t table_bytes() const { return api::whole_part(decode_.batch * int64_t{sizeof(int32_t)}); }
-
-  int64_t write_bytes() const { return api::whole_part(backend_->step_write_workspace(write_)); }
-
-  plan::DecodeBounds bounds() const { return {.max_pages = args_.decode.block_table.shape[1], .written = &write_}; }
 
   void describe() {
     const DecodeArgs& d = args_.decode;

@@ -5,6 +5,7 @@
 #include "cuda/cache/prefill_keys.h"
 #include "cuda/decode/decode.h"
 #include "cuda/device.h"
+#include "cuda/launch_group.h"
 #include "cuda/memory/memory.h"
 #include "cuda/partials/partials.h"
 #include "plan/backend.h"
@@ -51,6 +52,24 @@ const char* unavailable(int device) { return Devices::all().problem(device); }
 
 int64_t decode_bytes(const plan::DecodeParams& params, const plan::DecodeBounds&) { return decode_workspace(params); }
 
+/// Of the write's part of a step's workspace, in front.
+int64_t write_bytes(const plan::StepParams& write) { return (step_write_workspace(write) + 255) / 256 * 256; }
+
+int64_t decode_step_bytes(const plan::StepParams& write, const plan::DecodeParams& params) {
+  return write_bytes(write) + decode_workspace(params);
+}
+
+void decode_after_write(const plan::StepParams& write, const plan::DecodeParams& params, void* workspace,
+                        cudaStream_t stream) {
+  step_write(write, workspace, stream);
+  decode(params, {write.max_pages}, &write, static_cast<uint8_t*>(workspace) + write_bytes(write), stream);
+}
+
+void decode_alone(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, void* workspace,
+                  cudaStream_t stream) {
+  decode(params, bounds, nullptr, workspace, stream);
+}
+
 cudaStream_t stream_of(const plan::LaunchParams& launch) { return static_cast<cudaStream_t>(launch.stream); }
 
 // Entries of the table, by what an operation takes before its stream.
@@ -65,6 +84,16 @@ const char* run_with_workspace(Args... args, const plan::LaunchParams& launch) {
   return guarded(launch.device, [&] { Operation(args..., launch.workspace, stream_of(launch)); });
 }
 
+/// Its kernels are submitted together.
+template <auto Operation, typename... Args>
+const char* run_as_group(Args... args, const plan::LaunchParams& launch) {
+  return guarded(launch.device, [&] {
+    LaunchGroup group(stream_of(launch));
+    Operation(args..., launch.workspace, stream_of(launch));
+    group.submit();
+  });
+}
+
 const char* run_allocate(int64_t bytes, void** memory, const plan::LaunchParams& launch) {
   return guarded(launch.device, [&] { *memory = allocate(bytes, stream_of(launch)); });
 }
@@ -74,10 +103,10 @@ constexpr plan::Backend kBackend = {
     .unavailable = unavailable,
     .cache_write_workspace = cache_write_workspace,
     .cache_write = run_with_workspace<cache_write, const plan::CacheWriteParams&, const plan::CacheWriteBounds&>,
-    .step_write_workspace = step_write_workspace,
-    .step_write = run_with_workspace<step_write, const plan::StepParams&>,
     .decode_workspace = decode_bytes,
-    .decode = run_with_workspace<decode, const plan::DecodeParams&, const plan::DecodeBounds&>,
+    .decode = run_as_group<decode_alone, const plan::DecodeParams&, const plan::DecodeBounds&>,
+    .decode_step_workspace = decode_step_bytes,
+    .decode_step = run_as_group<decode_after_write, const plan::StepParams&, const plan::DecodeParams&>,
     .add_partials = run<add_partials, const plan::AddPartialsParams&>,
     .finish = run<finish, const plan::FinishParams&>,
     .cache_read = run<cache_read, const plan::CacheReadParams&>,

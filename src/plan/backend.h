@@ -10,7 +10,7 @@
 namespace fold::plan {
 
 /// Of this header and of every struct that crosses the boundary; API and library must agree.
-constexpr int kBackendVersion = 6;
+constexpr int kBackendVersion = 7;
 
 /// What is declared about a cache write. Lengths, page ids and slots lie in device memory, where the host does not
 /// look, so grids and workspaces follow from these maxima alone.
@@ -21,9 +21,6 @@ struct CacheWriteBounds {
 
 struct DecodeBounds {
   int64_t max_pages;  // columns of block_table
-  /// The cache write launched right before, whose tables are the decode's seqlens and q_lens and whose workspace is not
-  /// its own; null: none.
-  const StepParams* written = nullptr;
 };
 
 /// Where a launch runs, and the memory it may use meanwhile.
@@ -49,12 +46,13 @@ struct Backend {
   const char* (*cache_write)(const CacheWriteParams& params, const CacheWriteBounds& bounds,
                              const LaunchParams& launch);
 
-  int64_t (*step_write_workspace)(const StepParams& params);  // bytes
-  const char* (*step_write)(const StepParams& params, const LaunchParams& launch);
-
   int64_t (*decode_workspace)(const DecodeParams& params, const DecodeBounds& bounds);  // bytes
   /// One step, or (params.numerator set) its partial sums. `gates` is host memory.
   const char* (*decode)(const DecodeParams& params, const DecodeBounds& bounds, const LaunchParams& launch);
+
+  /// A cache write, then a decode whose seqlens and q_lens are what the write says.
+  int64_t (*decode_step_workspace)(const StepParams& write, const DecodeParams& decode);  // bytes
+  const char* (*decode_step)(const StepParams& write, const DecodeParams& decode, const LaunchParams& launch);
 
   // None of these needs a workspace.
   const char* (*add_partials)(const AddPartialsParams& params, const LaunchParams& launch);

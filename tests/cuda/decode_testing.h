@@ -177,7 +177,7 @@ class Batch {
     if (graph_) {
       replay(p, workspace.data(), lengths);
     } else {
-      fold::cuda::decode(p, {.max_pages = max_pages_}, workspace.data(), nullptr);
+      fold::cuda::decode(p, {.max_pages = max_pages_}, nullptr, workspace.data(), nullptr);
     }
     check(cudaDeviceSynchronize());
     return {out.back(),        lse.back(),  kept.back(),      dropped.back(),    grid.back(),
@@ -196,7 +196,7 @@ class Batch {
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     lengths.set(std::vector<int32_t>(lengths_.size(), 0));
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    fold::cuda::decode(p, {.max_pages = max_pages_}, workspace, stream);
+    fold::cuda::decode(p, {.max_pages = max_pages_}, nullptr, workspace, stream);
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     check(cudaGraphLaunch(executable, stream));

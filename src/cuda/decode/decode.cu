@@ -33,7 +33,12 @@ __device__ void end_item(const Step& step, const Item& item, RangeTask& task) {
   }
   __syncthreads();
   if (!last) return;
-  const bool again = finish_group<D, Tail>(step, task, rows_again);
+  bool again;
+  if constexpr (Tail) {
+    again = finish_group_apart<D, Tail>(step, task, rows_again);
+  } else {  // whose parameters are then constants
+    again = finish_group<D, Tail>(step, task, rows_again);
+  }
   __syncthreads();
   if (threadIdx.x != 0 || (!again && task.run == 0)) return;
   __threadfence();
@@ -186,8 +191,9 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
     launch_kernel(prepare_kernel<D, kWarps>, {groups, 32 * kWarps, sizeof(PrepareShared<D, kWarps>), true}, stream,
                   "decode, prepare", step);
   };
-  // A group is done sooner by more warps, many groups by fewer (which would have too few registers for head dim 256).
-  if (D == 256 || groups <= 4 * int64_t{multiprocessors}) {
+  // A group is done sooner by more warps, more groups than then fit at once by fewer (which would have too few
+  // registers for head dim 256).
+  if (D == 256 || groups <= 2 * int64_t{multiprocessors}) {
     prepare(std::integral_constant<int, 12>());
   } else if constexpr (D != 256) {
     prepare(std::integral_constant<int, 4>());
@@ -249,7 +255,8 @@ Workspace workspace_of(const plan::DecodeParams& p, void* base) {
 
 int64_t decode_workspace(const plan::DecodeParams& params) { return workspace_of(params, nullptr).bytes(); }
 
-void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, void* workspace, cudaStream_t stream) {
+void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, const plan::StepParams* written,
+            void* workspace, cudaStream_t stream) {
   Step step{.params = params,
             .gates = {},
             .workspace = workspace_of(params, workspace),
@@ -261,11 +268,11 @@ void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, 
             .max_pages = bounds.max_pages,
             .tiles_of_page = static_cast<int>(params.cache.layout.page_size / kTile),
             .per_page = 0,
-            .appends = bounds.written != nullptr,
+            .appends = written != nullptr,
             .bringing = {}};
   const auto tiles = static_cast<unsigned>(step.tiles_of_page);
   step.per_page = (0x80000000u + tiles - 1) / tiles;
-  if (step.appends) step.bringing = cache::bringing_of(*bounds.written);
+  if (step.appends) step.bringing = cache::bringing_of(*written);
   if (step.workspace.groups == 0) return;
   if (params.gates != nullptr) {
     step.gates = {params.gates[0], params.gates[1], params.gates[2], params.gates[3], params.gates[4]};

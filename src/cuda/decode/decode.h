@@ -14,6 +14,8 @@ int64_t decode_workspace(const plan::DecodeParams& params);
 /// in a page that the pool does not have sees no key. Arguments are checked by the caller as far as the host can.
 /// workspace: decode_workspace() bytes, 256-byte aligned, in any state. Throws std::runtime_error if the driver
 /// refuses.
-void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, void* workspace, cudaStream_t stream);
+/// written: the cache write launched right before, whose tables are the decode's seqlens and q_lens; null: none.
+void decode(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, const plan::StepParams* written,
+            void* workspace, cudaStream_t stream);
 
 }  // namespace fold::cuda

@@ -174,7 +174,7 @@ __device__ __noinline__ uint64_t reopen(const GroupState& g, RangeTask& task, ui
 /// Every sum of the run is in. again: shared memory, zero. Returns whether rows run again. Tail: there may be a
 /// correction.
 template <int D, bool Tail>
-__device__ __noinline__ bool finish_group(const Step& step, RangeTask& task, uint64_t& again) {
+__device__ bool finish_group(const Step& step, RangeTask& task, uint64_t& again) {
   const GroupState& g = task.g;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const bool may = step.params.numerator == nullptr && task.run < Workspace::kReruns;
@@ -207,6 +207,11 @@ __device__ __noinline__ bool finish_group(const Step& step, RangeTask& task, uin
     if (lane == 0) g.sums[r] = {0, 0, 0, 0, ordered(-INFINITY)};
   }
   return true;
+}
+/// The same where registers are short.
+template <int D, bool Tail>
+__device__ __noinline__ bool finish_group_apart(const Step& step, RangeTask& task, uint64_t& again) {
+  return finish_group<D, Tail>(step, task, again);
 }
 
 }  // namespace fold::cuda

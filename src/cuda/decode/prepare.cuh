@@ -302,6 +302,8 @@ __device__ bool prepare_group(const Step& step, int index, PrepareShared<D, Warp
   const int rows = step.workspace.rows, thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   constexpr int kRows = PrepareShared<D, Warps>::kRows, kBatches = PrepareShared<D, Warps>::kBatches;
   const int slot = kRows - 1 - warp;
+  // The request's pages' ids, before it is known which of them matter.
+  ptx::prefetch_if(32 * thread < step.max_pages, p.block_table + batch * p.block_table_stride + 32 * thread);
   GivenRow<D> given{};
   if (slot < rows) given = load_row<D>(p, batch, token, kv_head * rows + slot, lane);
   RequestLength request;

@@ -15,7 +15,12 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMinor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID { cudaLaunchAttributeNone, cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeNone,
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributePreferredSharedMemoryCarveout
+};
+constexpr unsigned cudaSharedmemCarveoutMaxShared = 100;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 constexpr unsigned cudaStreamNonBlocking = 1;
 using cudaStream_t = struct CUstream_st*;
@@ -30,6 +35,7 @@ struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    unsigned sharedMemCarveout;
   } val;
 };
 struct cudaLaunchConfig_t {
