@@ -14,8 +14,5 @@ foreach(source ${sources})
   string(REPLACE "__noinline__" "EMU_NOINLINE" text "${text}")
   string(REPLACE "asm volatile(\"\");" "" text "${text}")
   string(REPLACE "asm volatile(\"mov.u32 %0, %%tid.x;\" : \"=r\"(thread));" "thread = threadIdx.x;" text "${text}")
-  # A product that is a template's argument has lost its default arguments.
-  string(REPLACE "kProduct(sums, a[0], a[1], a[2], a[3], b[0], b[1]);"
-                 "kProduct(sums, a[0], a[1], a[2], a[3], b[0], b[1], emu::Where::current());" text "${text}")
   file(CONFIGURE OUTPUT ${OUTPUT_DIR}/${source} CONTENT "${text}" @ONLY)
 endforeach()

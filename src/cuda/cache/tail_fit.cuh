@@ -7,7 +7,8 @@
 // where there are many, and several take a part of one's keys where there are few; then the last of them solves it.
 namespace fold::cuda::cache {
 
-constexpr int kMaxParts = 16;  ///< 64-key blocks before the first mark
+constexpr int kMaxParts = 16;
+constexpr int kLeastBlocks = 8;  ///< of a part: its sums have to be added, too
 
 template <int D>
 union FitShared {
@@ -19,6 +20,7 @@ union FitShared {
 struct FitState {
   int64_t fits, index;  // of the call, and the one in hand
   int parts, groups;    // `groups` times `parts` thread blocks share out the fits
+  int used;             // parts of the one in hand
   int request, head;
   int64_t mark;
   int exponent;                  // of E_M
@@ -99,8 +101,7 @@ __device__ inline bool is_last(const Write& w, FitState& state) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const unsigned parts = static_cast<unsigned>(state.parts);
-    state.last = atomicAdd(&w.arrivals[blockIdx.x / parts], 1u) + 1 == parts;
+    state.last = atomicAdd(&w.arrivals[blockIdx.x / state.parts], 1u) + 1 == static_cast<unsigned>(state.used);
   }
   __syncthreads();
   __threadfence();
@@ -118,8 +119,8 @@ __device__ FitOut fit_out(const Write& w, const FitState& state) {
 /// The fit in hand, or this thread block's part of it.
 template <int D>
 __device__ void make_fit(const Write& w, FitSlot<D>* slots, FitShared<D>& shared, FitState& state) {
-  if (!survey(w, state)) return;
   const int part = static_cast<int>(blockIdx.x) % state.parts;
+  if (part >= state.used || !survey(w, state)) return;
   if (state.largest >= numerics::kBf16Nan) {
     if (part != 0) return;
     const FitOut out = fit_out<D>(w, state);
@@ -133,12 +134,12 @@ __device__ void make_fit(const Write& w, FitSlot<D>* slots, FitShared<D>& shared
             at.page.v_scale + at.slot};
   };
   const int64_t count = state.mark / kTile;
-  const int first = static_cast<int>(count * part / state.parts);
-  const int last = static_cast<int>(count * (part + 1) / state.parts);
+  const int first = static_cast<int>(count * part / state.used);
+  const int last = static_cast<int>(count * (part + 1) / state.used);
   sum_blocks<D, Sum::kA>(blocks, first, last, state.exponent, slots[blockIdx.x].a, shared.sums);
   sum_blocks<D, Sum::kB>(blocks, first, last, state.exponent, slots[blockIdx.x].b, shared.sums);
-  if (state.parts > 1 && !is_last(w, state)) return;
-  FitSolver<D> solver(slots + blockIdx.x / state.parts * state.parts, state.parts, slots[blockIdx.x], shared.solve);
+  if (state.used > 1 && !is_last(w, state)) return;
+  FitSolver<D> solver(slots + blockIdx.x / state.parts * state.parts, state.used, slots[blockIdx.x], shared.solve);
   solver.run(state.exponent, [&] { return fit_out<D>(w, state); });
 }
 
@@ -149,8 +150,7 @@ __global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constan
   if (!reaches_mark(w)) return;  // as nearly always in a decoding step
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   __shared__ FitState state;
-  const int heads = static_cast<int>(w.params.cache.layout.n_kv_heads);
-  const int64_t fits = int64_t{find_mark(w, 0, state).total} * heads;
+  const int64_t fits = find_mark(w, 0, state).total * w.params.cache.layout.n_kv_heads;
   if (threadIdx.x == 0) {
     const int blocks = static_cast<int>(gridDim.x);
     state.fits = fits;
@@ -161,12 +161,16 @@ __global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constan
   }
   __syncthreads();
   while (state.index < state.fits) {  // once, if a fit has several parts
-    const Located place = find_mark(w, static_cast<unsigned>(state.index / heads), state);
+    const int heads = static_cast<int>(w.params.cache.layout.n_kv_heads);
+    const int64_t fit = state.fits - 1 - state.index;  // a request's longest first
+    const Located place = find_mark(w, static_cast<unsigned>(fit / heads), state);
     if (threadIdx.x == 0) {
       state.mark = plan::next_mark(request_of(w, place.owner).length);
       for (unsigned i = 0; i < place.offset; ++i) state.mark = plan::next_mark(state.mark);
       state.request = place.owner;
-      state.head = static_cast<int>(state.index % heads);
+      state.head = static_cast<int>(fit % heads);
+      state.used =
+          static_cast<int>(min(int64_t{state.parts}, max(int64_t{1}, state.mark / (kTile * int64_t{kLeastBlocks}))));
     }
     __syncthreads();
     make_fit<D>(w, slots, *reinterpret_cast<FitShared<D>*>(shared_bytes), state);

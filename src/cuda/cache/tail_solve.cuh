@@ -1,33 +1,13 @@
 #pragma once
-#include "cuda/cache/tail_sums.cuh"
-#include "numerics/quotient.h"
+#include "cuda/cache/tail_whiten.cuh"
 
-// A fit's linear algebra (docs/numerics.md, section 9), by a thread block. The order in which an element receives its
-// terms is part of the format; elements are independent of each other, so they are what the threads share out.
+// A fit from its sums (docs/numerics.md, section 9), by a thread block.
 namespace fold::cuda::cache {
-
-using numerics::kRank;
-
-template <int D>
-struct SolveShape {
-  static constexpr bool kInShared = D <= 128;           ///< whether L, and later C, have room in shared memory
-  static constexpr int kPitch = kInShared ? D + 1 : D;  ///< odd: rows and columns use all memory banks
-};
 
 /// One fit as stored. p, u: (16, D); f: (16,)
 struct FitOut {
   int8_t *p, *u;
   float* f;
-};
-
-template <int D>
-struct SolveShared {
-  static constexpr int kPitch = kRank + 1;  ///< odd, likewise
-  double x[D * kPitch], v[D * kPitch];      // (D, 16)
-  double diagonal[D], inverse[D];           // of L, and 1 over it
-  double before[kRank], dots[kRank];
-  unsigned long long trace;
-  double matrix[SolveShape<D>::kInShared ? D * SolveShape<D>::kPitch : 1];
 };
 
 template <int D>
@@ -45,120 +25,17 @@ class FitSolver {
   /// out: returns a FitOut.
   template <typename Out>
   __device__ void run(int e_exponent, const Out& out) {
-    load_matrix();
-    factor();
-    whiten();
+    Whitener<D>(parts_, count_, matrix(), y(), s_).run();
     store_lower();
     gram();
     iterate();
     project();
-    load_lower();
+    bring(stored_lower(), kPitch);
     solve_transposed();
     quantise(e_exponent, out());
   }
 
  private:
-  /// An element of A or B: the sum over the parts.
-  __device__ int64_t sum(int64_t (FitSlot<D>::*which)[D * D], int at) const {
-    int64_t total = 0;
-    for (int i = 0; i < count_; ++i) total += __ldcg(&(parts_[i].*which)[at]);
-    return total;
-  }
-
-  /// Step 1. matrix(): column-major for now, element (i, k) at k kPitch + i.
-  __device__ void load_matrix() {
-    if (thread_ == 0) s_.trace = 0;
-    __syncthreads();
-    unsigned long long trace = 0;
-    for (int i = thread_; i < D; i += kFitThreads)
-      trace += static_cast<unsigned long long>(sum(&FitSlot<D>::a, i * D + i));
-    if (trace != 0) atomicAdd(&s_.trace, trace);
-    __syncthreads();
-    const double ridge = numerics::ridge(static_cast<int64_t>(s_.trace), D);
-    for (int at = thread_; at < D * D; at += kFitThreads) {  // A is symmetric, so its element may be read in any order
-      const double value = static_cast<double>(sum(&FitSlot<D>::a, at));
-      matrix()[at / D * kPitch + at % D] = at / D == at % D ? numerics::add(value, ridge) : value;
-    }
-    __syncthreads();
-  }
-
-  /// Step 2.
-  __device__ void factor() {
-#pragma unroll 1
-    for (int k = 0; k < D; ++k) {
-      double* column = matrix() + k * kPitch;
-      if (const int i = k + 1 + thread_; i < D) column[i] = numerics::div(column[i], numerics::sqrt_rn(column[k]));
-      if (thread_ == kFitThreads - 1) {  // has none of the column
-        const double pivot = numerics::sqrt_rn(column[k]);
-        s_.diagonal[k] = pivot;
-        s_.inverse[k] = numerics::div(1.0, pivot);
-      }
-      __syncthreads();
-      subtract_outer_product(k);
-      __syncthreads();
-    }
-  }
-
-  /// A_ij -= L_ik L_jk for i >= j > k: a warp has columns j 16 apart, kTogether at once.
-  __device__ void subtract_outer_product(int k) {
-    constexpr int kTogether = D == 256 ? 1 : 2, kSteps = D / 32;
-    const double* column = matrix() + k * kPitch;
-#pragma unroll 1
-    for (int first = k + 1 + warp_; first < D; first += kTogether * kFitWarps) {
-      double left[kTogether][kSteps], element[kTogether][kSteps], factor[kTogether];
-#pragma unroll
-      for (int c = 0; c < kTogether; ++c) {
-        const int j = first + c * kFitWarps;
-        factor[c] = j < D ? column[j] : 0.0;
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          const int i = j + 32 * n + lane_;
-          left[c][n] = i < D ? column[i] : 0.0;
-          element[c][n] = i < D ? matrix()[j * kPitch + i] : 0.0;
-        }
-      }
-#pragma unroll
-      for (int c = 0; c < kTogether; ++c) {
-        const int j = first + c * kFitWarps;
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          const int i = j + 32 * n + lane_;
-          if (i < D) matrix()[j * kPitch + i] = numerics::sub(element[c][n], numerics::mul(left[c][n], factor[c]));
-        }
-      }
-    }
-  }
-
-  /// Step 3: columns of Y are independent.
-  __device__ void whiten() {
-    constexpr int kColumns = kFitThreads / kShare;  // at once
-    static_assert(D % kColumns == 0);
-    const int sub = lane_ % kShare;
-#pragma unroll 1
-    for (int column = thread_ / kShare; column < D; column += kColumns) {
-      double v[kRows];
-#pragma unroll
-      for (int t = 0; t < kRows; ++t) v[t] = static_cast<double>(sum(&FitSlot<D>::b, (kShare * t + sub) * D + column));
-#pragma unroll
-      for (int t = 0; t < kRows; ++t) {
-#pragma unroll 1
-        for (int owner = 0; owner < kShare; ++owner) {
-          const int k = kShare * t + owner;
-          const double* below = matrix() + k * kPitch + sub;
-          const double solved =
-              __shfl_sync(kWarp, numerics::quotient(v[t], s_.diagonal[k], s_.inverse[k]), owner, kShare);
-          if (sub == owner) v[t] = solved;
-          if (sub > owner) v[t] = numerics::sub(v[t], numerics::mul(below[kShare * t], solved));
-#pragma unroll
-          for (int i = t + 1; i < kRows; ++i) v[i] = numerics::sub(v[i], numerics::mul(below[kShare * i], solved));
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < kRows; ++t) y()[(kShare * t + sub) * D + column] = v[t];
-    }
-    __syncthreads();
-  }
-
   /// L makes room for C, for as long as it is not needed.
   __device__ void store_lower() {
     if constexpr (Shape::kInShared) {
@@ -169,42 +46,93 @@ class FitSolver {
     }
   }
 
-  /// Brings L back, row-major.
-  __device__ void load_lower() {
+  /// matrix() = from (D, D), row-major, in rows of `pitch`; for a head dim that has no room it stays where it is.
+  __device__ const double* bring(const double* from, int pitch) {
     if constexpr (Shape::kInShared) {
-      for (int at = thread_; at < D * D; at += kFitThreads) matrix()[at / D * kPitch + at % D] = stored_lower()[at];
+      for (int at = thread_; at < D * D; at += kFitThreads) matrix()[at / D * pitch + at % D] = from[at];
       __syncthreads();
+      return matrix();
+    } else {
+      return from;
     }
   }
 
-  /// Step 4. C is symmetric in every bit: 4 x 4 tiles of its lower half, written twice.
-  __device__ void gram() {
-    constexpr int kTiles = D / 4 * (D / 4 + 1) / 2;
-#pragma unroll 1
-    for (int tile = thread_; tile < kTiles; tile += kFitThreads) {
+  static constexpr int kTiles = D / 4 * (D / 4 + 1) / 2;  ///< 4 x 4 tiles of C's lower half
+
+  struct Tile {
+    int row = 0, column = 0;
+
+    __device__ explicit Tile(int index) {
       int i = 0;
-      while ((i + 1) * (i + 2) / 2 <= tile) ++i;
-      const int row = 4 * i, column = 4 * (tile - i * (i + 1) / 2);
-      double sums[4][4] = {};
-#pragma unroll 2
-      for (int k = 0; k < D; ++k) {
-        const double2* rows = reinterpret_cast<const double2*>(y() + k * D + row);
-        const double2* columns = reinterpret_cast<const double2*>(y() + k * D + column);
-        const double left[4] = {rows[0].x, rows[0].y, rows[1].x, rows[1].y};
-        const double right[4] = {columns[0].x, columns[0].y, columns[1].x, columns[1].y};
+      while ((i + 1) * (i + 2) / 2 <= index) ++i;
+      row = 4 * i;
+      column = 4 * (index - i * (i + 1) / 2);
+    }
+  };
+
+  /// An element of C. a, b: columns of Y
+  __device__ double product(const double* a, const double* b) const {
+    double sum = 0.0;
+#pragma unroll 4
+    for (int k = 0; k < D; ++k) sum = numerics::add(sum, numerics::mul(a[k * D], b[k * D]));
+    return sum;
+  }
+
+  __device__ void multiply_tile(const double* y, const Tile& tile, double (&sums)[4][4]) const {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-#pragma unroll
-          for (int n = 0; n < 4; ++n) sums[m][n] = numerics::add(sums[m][n], numerics::mul(left[m], right[n]));
-        }
-      }
+    for (int at = 0; at < 16; ++at) sums[at / 4][at % 4] = 0.0;
+#pragma unroll 1
+    for (int k = 0; k < D; ++k) {
+      const double2* rows = reinterpret_cast<const double2*>(y + k * D + tile.row);
+      const double2* columns = reinterpret_cast<const double2*>(y + k * D + tile.column);
+      const double left[4] = {rows[0].x, rows[0].y, rows[1].x, rows[1].y};
+      const double right[4] = {columns[0].x, columns[0].y, columns[1].x, columns[1].y};
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          c()[(row + m) * kPitch + column + n] = sums[m][n];
-          c()[(column + n) * kPitch + row + m] = sums[m][n];
-        }
+        for (int n = 0; n < 4; ++n) sums[m][n] = numerics::add(sums[m][n], numerics::mul(left[m], right[n]));
+      }
+    }
+  }
+
+  __device__ void store_tile(const Tile& tile, const double (&sums)[4][4]) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        c()[(tile.row + m) * kPitch + tile.column + n] = sums[m][n];
+        c()[(tile.column + n) * kPitch + tile.row + m] = sums[m][n];
+      }
+    }
+  }
+
+  /// Step 4. C is symmetric in every bit, so each tile is written twice; where Y is in shared memory, once all tiles
+  /// are known.
+  __device__ void gram() {
+    const double* from = bring(y(), D);
+    if constexpr (Shape::kInShared) {
+      // A tile a thread, and of those that are left an element a thread.
+      static_assert((kTiles - kFitThreads) * 16 <= kFitThreads);
+      const auto left_row = [](int thread) { return Tile(kFitThreads + thread / 16).row + thread % 16 / 4; };
+      const auto left_column = [](int thread) { return Tile(kFitThreads + thread / 16).column + thread % 4; };
+      const bool has_left = kFitThreads + thread_ / 16 < kTiles;
+      double left = 0.0;
+      if (has_left) left = product(from + left_row(thread_), from + left_column(thread_));
+      const bool has_own = kTiles >= kFitThreads || thread_ < kTiles;
+      double sums[4][4];
+      if (has_own) multiply_tile(from, Tile(thread_), sums);
+      __syncthreads();
+      if (has_own) store_tile(Tile(thread_here()), sums);
+      if (has_left) {
+        const int row = left_row(thread_here()), column = left_column(thread_here());
+        c()[row * kPitch + column] = c()[column * kPitch + row] = left;
+      }
+    } else {
+#pragma unroll 1
+      for (int tile = thread_; tile < kTiles; tile += kFitThreads) {
+        double sums[4][4];
+        multiply_tile(from, Tile(tile), sums);
+        store_tile(Tile(tile), sums);
       }
     }
     __syncthreads();
@@ -283,7 +211,7 @@ class FitSolver {
   }
 
   /// Step 6, V = Y X.
-  __device__ void project() { multiply(y(), D, 1, s_.x, s_.v); }
+  __device__ void project() { multiply(bring(y(), kPitch), kPitch, 1, s_.x, s_.v); }
 
   /// Step 6, P = L^-T V, in place of V. matrix(): row-major, where it is in shared memory.
   __device__ void solve_transposed() {
@@ -319,6 +247,7 @@ class FitSolver {
   __device__ double column_scale(const double* x, int column) const {
     double largest = 0.0;
     bool finite = true;
+#pragma unroll 1
     for (int c = lane_; c < D; c += 32) {
       const double magnitude = fabs(x[c * kXPitch + column]);
       finite = finite && magnitude <= 0x1.fffffffffffffp+1023;

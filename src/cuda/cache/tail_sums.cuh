@@ -1,23 +1,22 @@
 #pragma once
 #include "cuda/cache/requests.cuh"
+#include "cuda/ptx/async_copy.cuh"
 #include "cuda/ptx/warp_mma.cuh"
 #include "numerics/block.h"
 #include "numerics/tail.h"
 
 // The integer sums behind a fit (docs/numerics.md, section 9), on the int8 tensor cores.
 //
-// A = sum_j c_j u_j^T and B = sum_j c_j y_j^T with c_j = 64 u_j - usum, because sum_j usum u_j^T = usum usum^T. In
-// bytes:
-// - c = 8 c1 + c0, c1 = 8 u + ((-usum) >> 3) within +-120, and c0 = (-usum) & 7 is the same for a block's 64 keys;
-// - y = 256 y1 + y0, y1 signed and y0 unsigned.
-// So A = sum (c1 8u + c0 u), B = 2048 sum c1 y1 + 8 sum (c1 y0 + 32 c0 y1) + sum c0 y0. A key adds at most 120 * 255 +
-// 224 * 128 = 59272 to any of these sums: int32 holds kFlushBlocks blocks.
+// A = sum_b (64 sum_j u_j u_j^T - s_b s_b^T) and B = sum_b (64 sum_j u_j y_j^T - s_b t_b^T): s_b and t_b are the sums
+// of a block's u and y. In bytes, y = 256 y1 + y0, s = 256 s1 + s0 and t = 2^16 t2 + 2^8 t1 + t0, where y1 and t2 are
+// signed. The second products add over blocks as the first add over keys, and are made for kFlushBlocks of them at
+// once. Those add at most 64 * 15 * 255 or 255 * 255 each to any of the sums: int32 has room.
 namespace fold::cuda::cache {
 
 constexpr int kFitThreads = 512;
 constexpr int kFitWarps = kFitThreads / 32;
-constexpr int kFlushBlocks = 512;
-static_assert(int64_t{kFlushBlocks} * kTile * 59272 < (int64_t{1} << 31));
+template <int D>
+constexpr int kFlushBlocks = D == 256 ? 32 : 64;  ///< as many as shared memory has room for
 
 /// Memory of one thread block's fit in the workspace.
 template <int D>
@@ -32,11 +31,11 @@ enum class Sum { kA, kB };
 
 template <int D, Sum kSum>
 struct SumShape {
-  static constexpr int kPanel = kSum == Sum::kA ? (D == 128 ? 128 : 64) : D == 256 ? 32 : 64;  ///< rows of a pass
-  static constexpr int kWarpsDown = kPanel / 32;  ///< a warp has 32 of them
+  static constexpr int kPanel = D == 128 || (D == 256 && kSum == Sum::kA) ? 128 : 64;  ///< rows of a pass
+  static constexpr int kWarpsDown = kPanel / 32;                                       ///< a warp has 32 of them
   static constexpr int kWarpsAcross = kFitWarps / kWarpsDown;
-  static constexpr int kTiles = D / 8 / kWarpsAcross;  ///< and this many times 8 columns
-  static constexpr int kWeights = kSum == Sum::kA ? 1 : 3;
+  static constexpr int kTiles = D / 8 / kWarpsAcross;       ///< and this many times 8 columns
+  static constexpr int kWeights = kSum == Sum::kA ? 1 : 2;  ///< sums with u, or with y1 and y0
 };
 
 /// A block of stored keys, from its first one on.
@@ -46,17 +45,28 @@ struct StoredBlock {
   const uint16_t* v_scale;  // permuted
 };
 
-/// Words of four consecutive keys' bytes in a row, 16 and 4 more: fragments, 8 rows by 4 words, use all memory banks.
-constexpr int kRowWords = 20;
+/// Words of four consecutive keys' bytes in a row, and 4 more: fragments, 8 rows by 4 words, use all memory banks.
+constexpr int kKeyWords = kTile / 4 + 4;
+template <int D>
+constexpr int kBlockWords = kFlushBlocks<D> / 4 + 4;  ///< the same of blocks
 
-/// Operands of one block. A row is a channel's; rows are in the order of row_of.
+/// A block as it comes from memory.
+template <int D>
+struct alignas(128) BlockBytes {
+  uint8_t k_h[kTile * D / 2], v_h[kTile * D / 2], v_l[kTile * D / 2];
+  int8_t v_b[kTile * D];
+  uint16_t v_scale[kTile];
+};
+
+/// Operands of one block, and of kFlushBlocks. A row is a channel's; rows are in the order of row_of.
 template <int D>
 struct SumShared {
-  uint32_t u[D * kRowWords], y1[D * kRowWords], y0[D * kRowWords];
-  uint32_t c1[SumShape<D, Sum::kA>::kPanel * kRowWords];
-  uint32_t c0[SumShape<D, Sum::kA>::kPanel];  // four times the same byte
-  StoredBlock block;                          // to be fetched next
-  float inverse_e;                            // 1 / E_M
+  BlockBytes<D> bytes[2];  // of a block, and of the next one
+  uint32_t u[D * kKeyWords], y1[D * kKeyWords], y0[D * kKeyWords];
+  uint32_t s[2][D * kBlockWords<D>], t[3][D * kBlockWords<D>];  // by byte, the lowest first
+  StoredBlock blocks[kFlushBlocks<D>];
+  uint64_t arrived[2];  // barriers of `bytes`
+  float inverse_e;      // 1 / E_M
 };
 
 /// Channels 4 n, 4 n + 1, ... that one lane unpacks lie D / 4 rows apart, so that lanes side by side write rows side by
@@ -78,15 +88,8 @@ __device__ inline int thread_here() {
   return thread;
 }
 
-/// A thread's share of a block: four channels of four keys.
-struct Share {
-  uint16_t k_h[4], v_h[4], v_l[4];
-  uint32_t v_b[4];
-  uint16_t scale[4];
-};
-
-/// The shares of a block by number: the first key's number and the first channel's. A warp has 16 times 4 channels of
-/// twice 4 keys.
+/// A share of a block is four channels of four keys. By its number: the first key's number and the first channel's. A
+/// warp has 16 times 4 channels of twice 4 keys.
 template <int D>
 struct ShareAt {
   static constexpr int kShares = D / 4 * (kTile / 4);
@@ -99,28 +102,32 @@ struct ShareAt {
   }
 };
 
+/// Sends for a block, by one thread.
 template <int D, Sum kSum>
-__device__ void fetch_share(const StoredBlock& block, const ShareAt<D>& at, Share& share) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int key = 4 * at.quad + n, nibbles = key * (D / 2) + at.channel / 2;
-    const auto pair = [nibbles](const uint8_t* plane) { return *reinterpret_cast<const uint16_t*>(plane + nibbles); };
-    share.k_h[n] = pair(block.k_h);
-    if constexpr (kSum == Sum::kB) {
-      share.v_h[n] = pair(block.v.h);
-      if (block.v.l != nullptr) share.v_l[n] = pair(block.v.l);
-      if (block.v.b != nullptr) {
-        share.v_b[n] = *reinterpret_cast<const uint32_t*>(block.v.b + key * D + at.channel);
-      }
-      share.scale[n] = block.v_scale[numerics::scale_slot(key)];
-    }
+__device__ void fetch_block(const StoredBlock& block, BlockBytes<D>& to, uint32_t arrived) {
+  constexpr uint32_t kNibbles = kTile * D / 2;
+  const bool has_l = block.v.l != nullptr, has_b = block.v.b != nullptr;
+  const auto copy = [arrived](const void* from, void* into, uint32_t bytes) {
+    ptx::bulk_copy(ptx::shared_address(into), from, bytes, arrived);
+  };
+  if constexpr (kSum == Sum::kA) {
+    ptx::expect_bytes(arrived, kNibbles);
+  } else {
+    ptx::expect_bytes(arrived, (has_l ? 3 : 2) * kNibbles + (has_b ? 2 : 0) * kNibbles + sizeof(to.v_scale));
+    copy(block.v.h, to.v_h, kNibbles);
+    if (has_l) copy(block.v.l, to.v_l, kNibbles);
+    if (has_b) copy(block.v.b, to.v_b, 2 * kNibbles);
+    copy(block.v_scale, to.v_scale, sizeof(to.v_scale));
   }
+  copy(block.k_h, to.k_h, kNibbles);
 }
 
-/// Readings of key n's four channels. has_l, has_b: whether the cache keeps those planes.
-__device__ inline void share_readings(const Share& share, int n, bool has_l, bool has_b, int (&reading)[4]) {
-  const uint8_t h[2] = {static_cast<uint8_t>(share.v_h[n]), static_cast<uint8_t>(share.v_h[n] >> 8)};
-  const uint8_t l[2] = {static_cast<uint8_t>(share.v_l[n]), static_cast<uint8_t>(share.v_l[n] >> 8)};
+/// Readings of a key's four channels from their bytes in each plane. has_l, has_b: whether the cache keeps those
+/// planes.
+__device__ inline void share_readings(uint16_t v_h, uint16_t v_l, uint32_t v_b, bool has_l, bool has_b,
+                                      int (&reading)[4]) {
+  const uint8_t h[2] = {static_cast<uint8_t>(v_h), static_cast<uint8_t>(v_h >> 8)};
+  const uint8_t l[2] = {static_cast<uint8_t>(v_l), static_cast<uint8_t>(v_l >> 8)};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (!has_l) {
@@ -131,7 +138,7 @@ __device__ inline void share_readings(const Share& share, int n, bool has_l, boo
   }
   if (!has_b) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) reading[i] += static_cast<int8_t>(share.v_b[n] >> 8 * i);
+  for (int i = 0; i < 4; ++i) reading[i] += static_cast<int8_t>(v_b >> 8 * i);
 }
 
 /// Byte `from` of x becomes byte `to` of the word.
@@ -139,182 +146,269 @@ __device__ inline void insert_byte(uint32_t& word, int to, int x, int from) {
   word = __byte_perm(word, static_cast<uint32_t>(x), (0x3210 & ~(0xF << 4 * to)) | (4 + from) << 4 * to);
 }
 
-/// u, and for B y, of a share.
-template <int D, Sum kSum>
-__device__ void unpack_share(const Share& share, const ShareAt<D>& at, SumShared<D>& s) {
-  const bool has_l = s.block.v.l != nullptr, has_b = s.block.v.b != nullptr;  // of any block
-  uint32_t u[4] = {}, y1[4] = {}, y0[4] = {};
+/// u of a share.
+template <int D>
+__device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, SumShared<D>& s) {
+  uint32_t u[4] = {};
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const uint8_t codes[2] = {static_cast<uint8_t>(share.k_h[n]), static_cast<uint8_t>(share.k_h[n] >> 8)};
+    const uint8_t* codes = bytes.k_h + (4 * at.quad + n) * (D / 2) + at.channel / 2;
+    const uint16_t pairs = *reinterpret_cast<const uint16_t*>(codes);
+    const uint8_t pair[2] = {static_cast<uint8_t>(pairs), static_cast<uint8_t>(pairs >> 8)};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) insert_byte(u[i], n, numerics::nibble(codes[i / 2], i), 0);
-    if constexpr (kSum == Sum::kB) {
-      const float weight = numerics::fit_weight(numerics::from_bf16(share.scale[n]), s.inverse_e);
-      int reading[4];
-      share_readings(share, n, has_l, has_b, reading);
+    for (int i = 0; i < 4; ++i) insert_byte(u[i], n, numerics::nibble(pair[i / 2], i), 0);
+  }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int y = __float2int_rn(numerics::mul(static_cast<float>(reading[i]), weight));
-        insert_byte(y1[i], n, y, 1);
-        insert_byte(y0[i], n, y, 0);
-      }
+  for (int i = 0; i < 4; ++i) s.u[row_of<D>(at.channel + i) * kKeyWords + at.quad] = u[i];
+}
+
+/// y of a share.
+template <int D>
+__device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, SumShared<D>& s) {
+  const bool has_l = s.blocks[0].v.l != nullptr, has_b = s.blocks[0].v.b != nullptr;  // of any block
+  uint32_t y1[4] = {}, y0[4] = {};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int key = 4 * at.quad + n, nibbles = key * (D / 2) + at.channel / 2;
+    const auto pair = [nibbles](const uint8_t* plane) { return *reinterpret_cast<const uint16_t*>(plane + nibbles); };
+    const float scale = numerics::from_bf16(bytes.v_scale[numerics::scale_slot(key)]);
+    const float weight = numerics::fit_weight(scale, s.inverse_e);
+    int reading[4];
+    share_readings(pair(bytes.v_h), pair(bytes.v_l),
+                   *reinterpret_cast<const uint32_t*>(bytes.v_b + key * D + at.channel), has_l, has_b, reading);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int y = __float2int_rn(numerics::mul(static_cast<float>(reading[i]), weight));
+      insert_byte(y1[i], n, y, 1);
+      insert_byte(y0[i], n, y, 0);
     }
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int word = row_of<D>(at.channel + i) * kRowWords + at.quad;
-    s.u[word] = u[i];
-    if constexpr (kSum == Sum::kB) {
-      s.y1[word] = y1[i];
-      s.y0[word] = y0[i];
-    }
+    const int word = row_of<D>(at.channel + i) * kKeyWords + at.quad;
+    s.y1[word] = y1[i];
+    s.y0[word] = y0[i];
   }
 }
 
-/// c1 and c0 of the panel's rows, from u.
+/// s, and for B t, of the unpacked block, which is number `index` of those that are multiplied at once.
 template <int D, Sum kSum>
-__device__ void centre_panel(int panel, SumShared<D>& s) {
-  constexpr int kThreads = kFitThreads / SumShape<D, kSum>::kPanel;  // of a row
+__device__ void sum_keys(int index, SumShared<D>& s) {
+  constexpr int kThreads = kFitThreads / D;  // of a row
   const int thread = thread_here(), row = thread / kThreads, part = thread % kThreads;
-  const uint32_t* u = s.u + (panel + row) * kRowWords;
-  unsigned sum = 0;
+  unsigned u = 0;
+  int y = 0;
 #pragma unroll
-  for (int word = part; word < 16; word += kThreads) sum = __dp4a(u[word], 0x01010101u, sum);
+  for (int word = row * kKeyWords + part; word < row * kKeyWords + kTile / 4; word += kThreads) {
+    u = __dp4a(s.u[word], 0x01010101u, u);
+    if constexpr (kSum == Sum::kB) {
+      y += 256 * __dp4a(static_cast<int>(s.y1[word]), 0x01010101, 0);
+      y += static_cast<int>(__dp4a(s.y0[word], 0x01010101u, 0u));
+    }
+  }
 #pragma unroll
-  for (int step = 1; step < kThreads; step *= 2) sum += __shfl_xor_sync(kWarp, sum, step);
-  const int less = -static_cast<int>(sum);
-  const uint32_t high = static_cast<uint32_t>(less >> 3 & 0xFF) * 0x01010101u;
+  for (int step = 1; step < kThreads; step *= 2) {
+    u += __shfl_xor_sync(kWarp, u, step);
+    if constexpr (kSum == Sum::kB) y += __shfl_xor_sync(kWarp, y, step);
+  }
+  if (part != 0) return;
+  const auto store = [&](uint32_t* rows, int byte) {
+    reinterpret_cast<uint8_t*>(rows + row * kBlockWords<D>)[index] = static_cast<uint8_t>(byte);
+  };
 #pragma unroll
-  for (int word = part; word < 16; word += kThreads) s.c1[row * kRowWords + word] = __vadd4(u[word] << 3, high);
-  if (part == 0) s.c0[row] = static_cast<uint32_t>(less & 7) * 0x01010101u;
+  for (int byte = 0; byte < 2; ++byte) store(s.s[byte], static_cast<int>(u) >> 8 * byte);
+  if constexpr (kSum == Sum::kB) {
+#pragma unroll
+    for (int byte = 0; byte < 3; ++byte) store(s.t[byte], y >> 8 * byte);
+  }
 }
 
-/// A warp's sums of a panel, by weight (1, or 2048, 8, 1) and by tile of 16 rows and 8 columns (ptx/warp_mma.cuh).
+/// A warp's sums of a panel, by weight (64, or 2^14 and 64) and by tile of 16 rows and 8 columns (ptx/warp_mma.cuh).
 template <int D, Sum kSum>
 struct PanelSums {
   int tiles[SumShape<D, kSum>::kWeights][2][SumShape<D, kSum>::kTiles][4];
 };
 
-template <auto kProduct>
-__device__ void multiply(int (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  kProduct(sums, a[0], a[1], a[2], a[3], b[0], b[1]);
+/// Fragments of 16 rows of kWords words, from `row` on, and of 8: 32 keys or blocks.
+template <int kWords>
+struct RowFragment {
+  uint32_t word[4];
+
+  __device__ RowFragment(const uint32_t* rows, int row, int step) {
+    const int thread = thread_here(), g = thread % 32 / 4, t = thread % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = rows[(row + g + i % 2 * 8) * kWords + t + 8 * step + i / 2 * 4];
+  }
+};
+template <int kWords>
+struct ColumnFragment {
+  uint32_t word[2];
+
+  __device__ ColumnFragment(const uint32_t* rows, int row, int step) {
+    const int thread = thread_here(), g = thread % 32 / 4, t = thread % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) word[i] = rows[(row + g) * kWords + t + 8 * step + 4 * i];
+  }
+};
+
+template <int kWords>
+__device__ void multiply_u8(int (&sums)[4], const RowFragment<kWords>& a, const ColumnFragment<kWords>& b) {
+  ptx::mma_u8u8(sums, a.word[0], a.word[1], a.word[2], a.word[3], b.word[0], b.word[1]);
+}
+template <int kWords>
+__device__ void multiply_s8(int (&sums)[4], const RowFragment<kWords>& a, const ColumnFragment<kWords>& b) {
+  ptx::mma_u8s8(sums, a.word[0], a.word[1], a.word[2], a.word[3], b.word[0], b.word[1]);
 }
 
-/// Adds the unpacked block.
+/// Adds the unpacked block's keys.
 template <int D, Sum kSum>
 __device__ void multiply_block(const SumShared<D>& s, int down, int across, PanelSums<D, kSum>& sums) {
-  const int thread = thread_here(), g = thread % 32 / 4, t = thread % 4;
-  uint32_t c0[2][2];
+  using Column = ColumnFragment<kKeyWords>;
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) c0[m][i] = s.c0[down + 16 * m + g + 8 * i];
-  }
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {  // 32 keys
-    uint32_t c1[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        c1[m][i] = s.c1[(down + g + 16 * m + i % 2 * 8) * kRowWords + t + 8 * step + i / 2 * 4];
-      }
-    }
+  for (int step = 0; step < kTile / 32; ++step) {
+    const RowFragment<kKeyWords> u[2] = {{s.u, down, step}, {s.u, down + 16, step}};
 #pragma unroll
     for (int n = 0; n < SumShape<D, kSum>::kTiles; ++n) {
-      const int word = (across + g + 8 * n) * kRowWords + t + 8 * step;
+      if constexpr (kSum == Sum::kA) {
+        const Column right(s.u, across + 8 * n, step);
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const uint32_t z[4] = {c0[m][0], c0[m][1], c0[m][0], c0[m][1]};
-        if constexpr (kSum == Sum::kA) {
-          const uint32_t u[2] = {s.u[word], s.u[word + 4]}, u_8[2] = {u[0] << 3, u[1] << 3};
-          multiply<ptx::mma_s8u8>(sums.tiles[0][m][n], c1[m], u_8);
-          multiply<ptx::mma_u8u8>(sums.tiles[0][m][n], z, u);
-        } else {
-          const uint32_t y1[2] = {s.y1[word], s.y1[word + 4]}, y0[2] = {s.y0[word], s.y0[word + 4]};
-          const uint32_t z_32[4] = {z[0] << 5, z[1] << 5, z[0] << 5, z[1] << 5};
-          multiply<ptx::mma_s8s8>(sums.tiles[0][m][n], c1[m], y1);
-          multiply<ptx::mma_s8u8>(sums.tiles[1][m][n], c1[m], y0);
-          multiply<ptx::mma_u8s8>(sums.tiles[1][m][n], z_32, y1);
-          multiply<ptx::mma_u8u8>(sums.tiles[2][m][n], z, y0);
+        for (int m = 0; m < 2; ++m) multiply_u8(sums.tiles[0][m][n], u[m], right);
+      } else {
+        const Column y1(s.y1, across + 8 * n, step), y0(s.y0, across + 8 * n, step);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          multiply_s8(sums.tiles[0][m][n], u[m], y1);
+          multiply_u8(sums.tiles[1][m][n], u[m], y0);
         }
       }
     }
   }
 }
 
-/// Stores a warp's sums, or adds them to what is stored, and starts again from 0. out: (D, D), by channel
+/// Sums of s t^T (or s s^T) over the blocks, for a tile: products of bytes, by powers of 256 from the highest down.
 template <int D, Sum kSum>
-__device__ void flush_sums(int first_row, int across, bool add, PanelSums<D, kSum>& sums, int64_t* out) {
+__device__ void multiply_sums(const SumShared<D>& s, int row, int column, int64_t (&sums)[4]) {
+  constexpr int kWords = kBlockWords<D>, kBytes = kSum == Sum::kA ? 2 : 3;  // of the right side
+#pragma unroll
+  for (int power = kBytes; power >= 0; --power) {
+    int products[4] = {};
+#pragma unroll
+    for (int left = 0; left < 2; ++left) {
+      const int right = power - left;
+      if (right < 0 || right >= kBytes) continue;
+#pragma unroll
+      for (int step = 0; step < kFlushBlocks<D> / 32; ++step) {
+        const RowFragment<kWords> a(s.s[left], row, step);
+        const ColumnFragment<kWords> b(kSum == Sum::kA ? s.s[right % 2] : s.t[right], column, step);
+        if (right == 2) {
+          multiply_s8(products, a, b);
+        } else {
+          multiply_u8(products, a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = 256 * sums[i] + products[i];
+  }
+}
+
+/// Where element i of a thread's part of a tile belongs: out (D, D) is by channel.
+template <int D>
+__device__ int place_of(int row, int column, int i) {
   const int thread = thread_here(), g = thread % 32 / 4, t = thread % 4;
-#pragma unroll 1
+  return channel_of<D>(row + g + i / 2 * 8) * D + channel_of<D>(column + 2 * t + i % 2);
+}
+
+/// Stores a warp's sums, or adds them to what is stored.
+template <int D, Sum kSum>
+__device__ void flush_sums(const SumShared<D>& s, int down, int across, bool add, const PanelSums<D, kSum>& sums,
+                           int64_t* out) {
+  constexpr int kTiles = SumShape<D, kSum>::kTiles;
+#pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int n = 0; n < SumShape<D, kSum>::kTiles; ++n) {
+    for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto value = [&](int weight) -> int64_t {
-          return m == 0 ? sums.tiles[weight][0][n][i] : sums.tiles[weight][1][n][i];
-        };
-        const int row = channel_of<D>(first_row + 16 * m + g + i / 2 * 8);
-        const int at = row * D + channel_of<D>(across + 8 * n + 2 * t + i % 2);
-        int64_t sum = add ? out[at] : 0;
-        if constexpr (kSum == Sum::kA) {
-          sum += value(0);
-        } else {
-          sum += 2048 * value(0) + 8 * value(1) + value(2);
-        }
-        out[at] = sum;
+        int64_t keys = sums.tiles[0][m][n][i];
+        if constexpr (kSum == Sum::kB) keys = 256 * keys + sums.tiles[1][m][n][i];
+        const int at = place_of<D>(down + 16 * m, across + 8 * n, i);
+        out[at] = (add ? out[at] : 0) + 64 * keys;
       }
     }
   }
-  sums = {};
+#pragma unroll 1
+  for (int tile = 0; tile < 2 * kTiles; ++tile) {
+    const int row = down + tile / kTiles * 16, column = across + tile % kTiles * 8;
+    int64_t blocks[4] = {};
+    multiply_sums<D, kSum>(s, row, column, blocks);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[place_of<D>(row, column, i)] -= blocks[i];
+  }
+}
+
+/// A panel of A or B of the `count` blocks from `first` on. block_at(index): a StoredBlock
+template <int D, Sum kSum, typename Blocks>
+__device__ void sum_panel(const Blocks& block_at, int first, int count, bool add, int panel, int64_t* out,
+                          SumShared<D>& s) {
+  using Shape = SumShape<D, kSum>;
+  const int warp = thread_here() / 32;
+  const int down = panel + warp % Shape::kWarpsDown * 32, across = warp / Shape::kWarpsDown * Shape::kTiles * 8;
+  for (int at = thread_here(); at < D * kBlockWords<D>; at += kFitThreads) {
+    s.s[0][at] = s.s[1][at] = 0;  // of blocks that are not there
+  }
+  if (const int block = thread_here(); block < count) s.blocks[block] = block_at(first + block);
+  const auto arrived = [&s](int block) { return ptx::shared_address(&s.arrived[block % 2]); };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) ptx::init_barrier(arrived(i));
+    ptx::fence_barrier_init();
+  }
+  ptx::fence_async();
+  __syncthreads();
+  const auto fetch = [&](int block) {
+    if (threadIdx.x == 0 && block < count) {
+      fetch_block<D, kSum>(s.blocks[block], s.bytes[block % 2], arrived(block));
+    }
+  };
+  fetch(0);
+  fetch(1);
+  PanelSums<D, kSum> sums = {};
+#pragma unroll 1
+  for (int block = 0; block < count; ++block) {
+    ptx::wait_barrier(arrived(block), block / 2 % 2);
+#pragma unroll 1
+    for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
+      unpack_codes(s.bytes[block % 2], ShareAt<D>(share), s);
+    }
+    if constexpr (kSum == Sum::kB) {
+#pragma unroll 1
+      for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
+        unpack_values(s.bytes[block % 2], ShareAt<D>(share), s);
+      }
+    }
+    __syncthreads();
+    fetch(block + 2);
+    sum_keys<D, kSum>(block, s);
+    multiply_block<D, kSum>(s, down, across, sums);
+    __syncthreads();
+  }
+  flush_sums<D, kSum>(s, down, across, add, sums, out);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) ptx::invalidate_barrier(arrived(i));
+  }
+  __syncthreads();
 }
 
 /// A or B of blocks [first, last), at least one, by a thread block. block_at(index): a StoredBlock; E_M = 2^e_exponent;
 /// out: (D, D)
 template <int D, Sum kSum, typename Blocks>
 __device__ void sum_blocks(const Blocks& block_at, int first, int last, int e_exponent, int64_t* out, SumShared<D>& s) {
-  using Shape = SumShape<D, kSum>;
-  constexpr bool kAhead = ShareAt<D>::kShares <= kFitThreads;  // a share a thread: fetched a block ahead
-  const int warp = thread_here() / 32;
-  const int down = warp % Shape::kWarpsDown * 32, across = warp / Shape::kWarpsDown * Shape::kTiles * 8;
+  if (threadIdx.x == 0) s.inverse_e = numerics::pow2(-e_exponent);
 #pragma unroll 1
-  for (int panel = 0; panel < D; panel += Shape::kPanel) {
-    PanelSums<D, kSum> sums = {};
-    if (threadIdx.x == 0) {
-      s.block = block_at(first);
-      s.inverse_e = numerics::pow2(-e_exponent);
-    }
-    __syncthreads();
-    Share share = {};
-    const auto fetch = [&](int index) { fetch_share<D, kSum>(s.block, ShareAt<D>(index), share); };
-    const auto unpack = [&](int index) { unpack_share<D, kSum>(share, ShareAt<D>(index), s); };
-    if (const int thread = thread_here(); kAhead && thread < ShareAt<D>::kShares) fetch(thread);
+  for (int block = first; block < last; block += kFlushBlocks<D>) {
 #pragma unroll 1
-    for (int block = first; block < last; ++block) {
-      const int thread = thread_here();
-      if constexpr (kAhead) {
-        if (thread < ShareAt<D>::kShares) unpack(thread);
-      } else {
-#pragma unroll 1
-        for (int index = thread; index < ShareAt<D>::kShares; index += kFitThreads) {
-          fetch(index);
-          unpack(index);
-        }
-      }
-      __syncthreads();
-      if (thread == 0 && block + 1 < last) s.block = block_at(block + 1);
-      centre_panel<D, kSum>(panel, s);
-      __syncthreads();
-      if (kAhead && thread < ShareAt<D>::kShares && block + 1 < last) fetch(thread);
-      multiply_block<D, kSum>(s, down, across, sums);
-      const int done = block + 1 - first;
-      if (block + 1 == last || done % kFlushBlocks == 0) {
-        flush_sums<D, kSum>(panel + down, across, done > kFlushBlocks, sums, out);
-      }
-      __syncthreads();
+    for (int panel = 0; panel < D; panel += SumShape<D, kSum>::kPanel) {
+      sum_panel<D, kSum>(block_at, block, min(kFlushBlocks<D>, last - block), block > first, panel, out, s);
     }
   }
 }
