@@ -23,6 +23,9 @@ struct alignas(16) uint4 {
 struct alignas(16) int4 {
   int x, y, z, w;
 };
+struct alignas(16) longlong2 {
+  long long x, y;
+};
 struct alignas(8) float2 {
   float x, y;
 };

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, 1024 / BlockShape<D>:
     a.lengths[request] = static_cast<int32_t>(brought.before + brought.count);
     a.write.counts[request] = brought.count;
   }
-  if (blockIdx.x == 0 && thread < kMaxFitBlocks) a.write.arrivals[thread] = 0;
+  if (blockIdx.x == 0) clear_fit_counters(a.write);
 
   const int64_t start = (brought.before / kTile + block) * kTile;
   const int64_t end = min(brought.before + brought.count, a.write.room);

@@ -14,7 +14,7 @@ struct BlockShape : RowShape<D> {
   static constexpr int kThreads = kTile * RowShape<D>::kLanes;  ///< one group of lanes a key
   static constexpr int kHalf = kThreads / 2;                    ///< threads for each half of a summary
   static constexpr int kResident = 768 / kThreads;              ///< thread blocks of a multiprocessor: 80 registers
-  static_assert(D <= kHalf && kThreads >= kMaxFitBlocks);
+  static_assert(D <= kHalf);
 };
 
 /// A thread block's work. It lies in shared memory because registers are short.
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(BlockShape<D>::kThreads, BlockShape<D>::kResid
   const plan::CacheWriteParams& p = w.params;
   BlockTask& task = s.task;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
-  if (blockIdx.x == 0 && thread < kMaxFitBlocks) w.arrivals[thread] = 0;
+  if (blockIdx.x == 0) clear_fit_counters(w);
   clear_sums(s.sums[0]);
   if (!find_task(w, s.locate, task)) return;
 

@@ -45,10 +45,17 @@ int64_t max_fits(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& 
   return p.cache.layout.n_kv_heads * std::min(requests * marks, bounds.tokens / numerics::kFitSlotKeys + requests);
 }
 
-/// Thread blocks that compute fits. Each has a slot in the workspace, hence fewer of the largest ones.
+/// Thread blocks that compute fits: a fit alone is not worth more than sixteen. Each needs a slot in the workspace,
+/// hence fewer of the largest ones.
 int64_t fit_blocks(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& bounds) {
   return std::min<int64_t>(p.cache.layout.head_dim == 256 ? kMaxFitBlocks / 2 : kMaxFitBlocks,
-                           max_fits(p, bounds) * kMaxParts);
+                           max_fits(p, bounds) * 16);
+}
+
+int64_t fit_slots(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& bounds) {
+  const int64_t blocks = fit_blocks(p, bounds);
+  if (p.cache.layout.head_dim == 256) return blocks;
+  return std::min<int64_t>(kMaxFitSlots, std::max(blocks, 2 * max_fits(p, bounds)));
 }
 
 int64_t fit_slot_bytes(int64_t head_dim) {
@@ -59,10 +66,10 @@ int64_t fit_slot_bytes(int64_t head_dim) {
 struct WorkspaceParts {
   /// listed: whether tokens are listed that are no padding.
   WorkspaceParts(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& bounds, bool listed) {
-    arrivals = place(kMaxFitBlocks * sizeof(uint32_t));
+    counters = place(kFitCounters * sizeof(uint32_t));
     counts = place(listed ? p.batch * sizeof(int32_t) : 0);
     token_of = place(listed ? bounds.tokens * sizeof(int32_t) : 0);
-    slots = place(fit_blocks(p, bounds) * fit_slot_bytes(p.cache.layout.head_dim));
+    slots = place(fit_slots(p, bounds) * fit_slot_bytes(p.cache.layout.head_dim));
   }
 
   int64_t place(int64_t bytes) {
@@ -72,7 +79,7 @@ struct WorkspaceParts {
   }
 
   int64_t end = 0;
-  int64_t arrivals, counts, token_of, slots;
+  int64_t counters, counts, token_of, slots;
 };
 
 template <int D>
@@ -80,7 +87,7 @@ void launch_fits(const Write& w, const plan::CacheWriteBounds& bounds, void* slo
   const int64_t blocks = fit_blocks(w.params, bounds);
   if (blocks == 0) return;
   launch_kernel(fit_tails<D>, {blocks, kFitThreads, sizeof(FitShared<D>), true}, stream, "the tail's fits", w,
-                static_cast<FitSlot<D>*>(slots));
+                static_cast<FitSlot<D>*>(slots), static_cast<int>(fit_slots(w.params, bounds)));
 }
 
 template <int D>
@@ -137,7 +144,7 @@ void cache_write(const plan::CacheWriteParams& params, const plan::CacheWriteBou
           .head_step = 1,
           .token_of = nullptr,
           .counts = nullptr,
-          .arrivals = reinterpret_cast<uint32_t*>(at(parts.arrivals))};
+          .counters = reinterpret_cast<uint32_t*>(at(parts.counters))};
   if (params.slot_mapping != nullptr) {
     w.token_of = reinterpret_cast<int32_t*>(at(parts.token_of));
     w.counts = reinterpret_cast<int32_t*>(at(parts.counts));
@@ -161,7 +168,7 @@ void step_write(const plan::StepParams& params, void* workspace, cudaStream_t st
                            .head_step = 1,
                            .token_of = nullptr,
                            .counts = params.token_counts,
-                           .arrivals = reinterpret_cast<uint32_t*>(at(parts.arrivals))},
+                           .counters = reinterpret_cast<uint32_t*>(at(parts.counters))},
                  .bringing = bringing_of(params),
                  .lengths = params.lengths,
                  .blocks = static_cast<int>((params.tokens + 2 * kTile - 2) / kTile)};

@@ -10,7 +10,9 @@ namespace fold::cuda::cache {
 
 using numerics::kTile;
 
-constexpr int kMaxFitBlocks = 128;  ///< thread blocks that compute fits
+constexpr int kMaxFitBlocks = 128;              ///< thread blocks that compute fits
+constexpr int kMaxFitSlots = 288;               ///< parts of fits whose sums are kept at once
+constexpr int kFitCounters = kMaxFitSlots + 1;  ///< arrivals at fits, by the slot of their first part, and tickets
 
 struct Write {
   plan::CacheWriteParams params;
@@ -19,8 +21,13 @@ struct Write {
   int head_step;       // KV heads of a thread block that writes rows
   int32_t* token_of;   // (tokens,): real token k of a request stands at its first token + k; null: the first are real
   int32_t* counts;     // (B,) real tokens of each request; null: all are
-  uint32_t* arrivals;  // (kMaxFitBlocks,) parts of a fit that are done
+  uint32_t* counters;  // (kFitCounters,)
 };
+
+/// For the kernel behind this one; by a thread block.
+__device__ inline void clear_fit_counters(const Write& w) {
+  for (unsigned i = threadIdx.x; i < kFitCounters; i += blockDim.x) w.counters[i] = 0;
+}
 
 /// Tokens [first, last) are a request's.
 struct TokenRange {

@@ -3,12 +3,11 @@
 #include "cuda/ptx/launch_order.cuh"
 
 // The tail's fits of the marks that a call reaches (docs/numerics.md, section 9). Which they are is decided here, from
-// lengths in device memory. The thread blocks of the grid share the fits out among themselves: each takes whole ones
-// where there are many, and several take a part of one's keys where there are few; then the last of them solves it.
+// lengths in device memory. Thread blocks take parts of them by tickets, a request's longest fits first. A part's sums
+// go into a slot of the workspace; whoever makes a fit's last part solves it.
 namespace fold::cuda::cache {
 
-constexpr int kMaxParts = 16;
-constexpr int kLeastBlocks = 8;  ///< of a part: its sums have to be added, too
+constexpr int kLeastBlocks = 8;  ///< 64-key blocks of a part: its sums have to be added, too
 
 template <int D>
 union FitShared {
@@ -18,9 +17,10 @@ union FitShared {
 
 /// What a thread block is at. It lies in shared memory because registers are short.
 struct FitState {
-  int64_t fits, index;  // of the call, and the one in hand
-  int parts, groups;    // `groups` times `parts` thread blocks share out the fits
-  int used;             // parts of the one in hand
+  int part_blocks;  // most 64-key blocks of a part; 0: fits are not cut
+  unsigned unit;    // the part in hand, of all of the call's
+  int slot;         // of its sums; a fit's are side by side
+  int parts, part;  // of its fit, and which one it is
   int request, head;
   int64_t mark;
   int exponent;                  // of E_M
@@ -30,13 +30,21 @@ struct FitState {
   LocateShared locate;
 };
 
-__device__ inline unsigned marks_reached(const Request& r) {
-  unsigned count = 0;
-  for (int64_t mark = plan::next_mark(r.length); mark <= r.new_length; mark = plan::next_mark(mark)) ++count;
-  return count;
+__device__ inline unsigned parts_of(int64_t mark, int part_blocks) {
+  if (part_blocks == 0) return 1;
+  return (static_cast<unsigned>(mark / kTile) + part_blocks - 1) / static_cast<unsigned>(part_blocks);
 }
 
-/// Whether any request does, by a whole thread block.
+/// Parts of the fits that a request reaches.
+__device__ inline unsigned parts_of(const Write& w, const Request& r, int part_blocks) {
+  unsigned count = 0;
+  for (int64_t mark = plan::next_mark(r.length); mark <= r.new_length; mark = plan::next_mark(mark)) {
+    count += parts_of(mark, part_blocks);
+  }
+  return count * static_cast<unsigned>(w.params.cache.layout.n_kv_heads);
+}
+
+/// Whether any request does reach a mark, by a whole thread block.
 __device__ inline bool reaches_mark(const Write& w) {
   bool found = false;
   for (int request = threadIdx.x; request < w.params.batch; request += kFitThreads) {
@@ -46,9 +54,46 @@ __device__ inline bool reaches_mark(const Write& w) {
   return __syncthreads_or(found) != 0;
 }
 
-__device__ inline Located find_mark(const Write& w, unsigned index, FitState& state) {
-  const auto marks = [&w](int request) { return marks_reached(request_of(w, request)); };
-  return locate(index, w.params.batch, marks, state.locate);
+__device__ inline Located locate_part(const Write& w, unsigned unit, int part_blocks, FitState& state) {
+  const auto parts = [&w, part_blocks](int request) { return parts_of(w, request_of(w, request), part_blocks); };
+  return locate(unit, w.params.batch, parts, state.locate);
+}
+
+/// Cuts fits so that all thread blocks have something to do, into parts for which there are slots; returns how many.
+__device__ inline unsigned cut_fits(const Write& w, unsigned slots, FitState& state) {
+  const unsigned fits = locate_part(w, 0, 0, state).total;
+  const unsigned most = min(slots, max(gridDim.x, 2 * fits));
+  int part_blocks = 0;
+  unsigned parts = fits;
+  if (fits <= most) {
+    part_blocks = kLeastBlocks;
+    while ((parts = locate_part(w, 0, part_blocks, state).total) > most) part_blocks *= 2;
+  }
+  if (threadIdx.x == 0) state.part_blocks = part_blocks;
+  return parts;
+}
+
+/// Which part the unit is.
+__device__ inline void find_part(const Write& w, FitState& state) {
+  const Located place = locate_part(w, state.unit, state.part_blocks, state);
+  if (threadIdx.x == 0) {
+    const Request r = request_of(w, place.owner);
+    unsigned at = parts_of(w, r, state.part_blocks) - 1 - place.offset;
+    state.request = place.owner;
+    // A fit that is not cut is solved by who sums it, and its slot may be another's afterwards.
+    state.slot = static_cast<int>(state.part_blocks == 0 ? blockIdx.x : state.unit - place.offset + at);
+    unsigned parts = 0, of_mark = 0;
+    for (state.mark = plan::next_mark(r.length);; state.mark = plan::next_mark(state.mark)) {
+      parts = parts_of(state.mark, state.part_blocks);
+      of_mark = parts * static_cast<unsigned>(w.params.cache.layout.n_kv_heads);
+      if (at < of_mark) break;
+      at -= of_mark;
+    }
+    state.parts = static_cast<int>(parts);
+    state.part = static_cast<int>(at % parts);
+    state.head = static_cast<int>(at / parts);
+  }
+  __syncthreads();
 }
 
 /// A block's place in the pages of the fit's request. page: of its head; slot: of its first key.
@@ -101,7 +146,8 @@ __device__ inline bool is_last(const Write& w, FitState& state) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    state.last = atomicAdd(&w.arrivals[blockIdx.x / state.parts], 1u) + 1 == static_cast<unsigned>(state.used);
+    const unsigned parts = static_cast<unsigned>(state.parts);
+    state.last = atomicAdd(&w.counters[state.slot - state.part], 1u) + 1 == parts;
   }
   __syncthreads();
   __threadfence();
@@ -116,13 +162,12 @@ __device__ FitOut fit_out(const Write& w, const FitState& state) {
   return {last.page.fit_in + first * D, last.page.fit_out + first * D, last.page.fit_scale + first};
 }
 
-/// The fit in hand, or this thread block's part of it.
+/// The part in hand, and its fit if it is the last.
 template <int D>
-__device__ void make_fit(const Write& w, FitSlot<D>* slots, FitShared<D>& shared, FitState& state) {
-  const int part = static_cast<int>(blockIdx.x) % state.parts;
-  if (part >= state.used || !survey(w, state)) return;
+__device__ void make_part(const Write& w, FitSlot<D>* slots, FitShared<D>& shared, FitState& state) {
+  if (!survey(w, state)) return;
   if (state.largest >= numerics::kBf16Nan) {
-    if (part != 0) return;
+    if (state.part != 0) return;
     const FitOut out = fit_out<D>(w, state);
     for (int at = threadIdx.x; at < kRank * D; at += kFitThreads) out.p[at] = out.u[at] = 0;
     if (threadIdx.x < kRank) out.f[threadIdx.x] = 0.0f;
@@ -134,48 +179,31 @@ __device__ void make_fit(const Write& w, FitSlot<D>* slots, FitShared<D>& shared
             at.page.v_scale + at.slot};
   };
   const int64_t count = state.mark / kTile;
-  const int first = static_cast<int>(count * part / state.used);
-  const int last = static_cast<int>(count * (part + 1) / state.used);
-  sum_blocks<D, Sum::kA>(blocks, first, last, state.exponent, slots[blockIdx.x].a, shared.sums);
-  sum_blocks<D, Sum::kB>(blocks, first, last, state.exponent, slots[blockIdx.x].b, shared.sums);
-  if (state.used > 1 && !is_last(w, state)) return;
-  FitSolver<D> solver(slots + blockIdx.x / state.parts * state.parts, state.used, slots[blockIdx.x], shared.solve);
+  const int first = static_cast<int>(count * state.part / state.parts);
+  const int last = static_cast<int>(count * (state.part + 1) / state.parts);
+  sum_blocks<D, Sum::kA>(blocks, first, last, state.exponent, slots[state.slot].a, shared.sums);
+  sum_blocks<D, Sum::kB>(blocks, first, last, state.exponent, slots[state.slot].b, shared.sums);
+  if (state.parts > 1 && !is_last(w, state)) return;
+  FitSolver<D> solver(slots + state.slot - state.part, state.parts, slots[state.slot], shared.solve);
   solver.run(state.exponent, [&] { return fit_out<D>(w, state); });
 }
 
+/// slots: (slot_count,), at least as many as thread blocks
 template <int D>
-__global__ void __launch_bounds__(kFitThreads, 1) fit_tails(const __grid_constant__ Write w, FitSlot<D>* slots) {
+__global__ void __launch_bounds__(kFitThreads, 1)
+    fit_tails(const __grid_constant__ Write w, FitSlot<D>* slots, int slot_count) {
   ptx::wait_for_earlier_kernels();
   ptx::let_next_kernel_start();
   if (!reaches_mark(w)) return;  // as nearly always in a decoding step
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   __shared__ FitState state;
-  const int64_t fits = find_mark(w, 0, state).total * w.params.cache.layout.n_kv_heads;
-  if (threadIdx.x == 0) {
-    const int blocks = static_cast<int>(gridDim.x);
-    state.fits = fits;
-    state.parts = static_cast<int>(min(int64_t{kMaxParts}, max(int64_t{1}, blocks / fits)));
-    state.groups = blocks / state.parts;
-    state.index = blockIdx.x / state.parts;
-    if (state.index >= state.groups) state.index = fits;
-  }
-  __syncthreads();
-  while (state.index < state.fits) {  // once, if a fit has several parts
-    const int heads = static_cast<int>(w.params.cache.layout.n_kv_heads);
-    const int64_t fit = state.fits - 1 - state.index;  // a request's longest first
-    const Located place = find_mark(w, static_cast<unsigned>(fit / heads), state);
-    if (threadIdx.x == 0) {
-      state.mark = plan::next_mark(request_of(w, place.owner).length);
-      for (unsigned i = 0; i < place.offset; ++i) state.mark = plan::next_mark(state.mark);
-      state.request = place.owner;
-      state.head = static_cast<int>(fit % heads);
-      state.used =
-          static_cast<int>(min(int64_t{state.parts}, max(int64_t{1}, state.mark / (kTile * int64_t{kLeastBlocks}))));
-    }
+  const unsigned parts = cut_fits(w, static_cast<unsigned>(slot_count), state);
+  while (true) {
+    if (threadIdx.x == 0) state.unit = atomicAdd(&w.counters[kMaxFitSlots], 1u);
     __syncthreads();
-    make_fit<D>(w, slots, *reinterpret_cast<FitShared<D>*>(shared_bytes), state);
-    __syncthreads();
-    if (threadIdx.x == 0) state.index += state.groups;
+    if (state.unit >= parts) return;
+    find_part(w, state);
+    make_part<D>(w, slots, *reinterpret_cast<FitShared<D>*>(shared_bytes), state);
     __syncthreads();
   }
 }

@@ -30,20 +30,17 @@ class FitSolver {
     gram();
     iterate();
     project();
-    bring(stored_lower(), kPitch);
     solve_transposed();
     quantise(e_exponent, out());
   }
 
  private:
-  /// L makes room for C, for as long as it is not needed.
+  /// L makes room for C, for as long as it is not needed. Row-major.
   __device__ void store_lower() {
-    if constexpr (Shape::kInShared) {
-      for (int at = thread_; at < D * D; at += kFitThreads) {
-        stored_lower()[at] = matrix()[at % D * kPitch + at / D];
-      }
-      __syncthreads();
+    for (int at = thread_; at < D * D; at += kFitThreads) {
+      stored_lower()[at] = matrix()[at % D * kPitch + at / D];
     }
+    __syncthreads();
   }
 
   /// matrix() = from (D, D), row-major, in rows of `pitch`; for a head dim that has no room it stays where it is.
@@ -100,8 +97,8 @@ class FitSolver {
     for (int m = 0; m < 4; ++m) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        c()[(tile.row + m) * kPitch + tile.column + n] = sums[m][n];
-        c()[(tile.column + n) * kPitch + tile.row + m] = sums[m][n];
+        matrix()[(tile.row + m) * kPitch + tile.column + n] = sums[m][n];
+        matrix()[(tile.column + n) * kPitch + tile.row + m] = sums[m][n];
       }
     }
   }
@@ -125,7 +122,7 @@ class FitSolver {
       if (has_own) store_tile(Tile(thread_here()), sums);
       if (has_left) {
         const int row = left_row(thread_here()), column = left_column(thread_here());
-        c()[row * kPitch + column] = c()[column * kPitch + row] = left;
+        matrix()[row * kPitch + column] = matrix()[column * kPitch + row] = left;
       }
     } else {
 #pragma unroll 1
@@ -163,48 +160,56 @@ class FitSolver {
     }
     __syncthreads();
     for (int iteration = 0; iteration < numerics::kFitIterations; ++iteration) {
-      multiply(c(), 1, kPitch, s_.x, s_.v);
+      multiply(matrix(), 1, kPitch, s_.x, s_.v);
       for (int at = thread_; at < D * kXPitch; at += kFitThreads) s_.x[at] = s_.v[at];
       __syncthreads();
       orthonormalise();
     }
   }
 
-  /// sum_c x_cr x_cs, c ascending.
-  __device__ double dot(int r, int s) const {
+  /// The sum of a column of v, from the top.
+  __device__ double column_sum(int column) const {
     double sum = 0.0;
 #pragma unroll 32
-    for (int c = 0; c < D; ++c) sum = numerics::add(sum, numerics::mul(s_.x[c * kXPitch + r], s_.x[c * kXPitch + s]));
+    for (int c = 0; c < D; ++c) sum = numerics::add(sum, s_.v[c * kXPitch + column]);
     return sum;
   }
 
-  /// Gram-Schmidt on the columns of x. Its sums are chains of additions: one warp runs them, a column a lane, while the
-  /// others bring the columns up to date that it does not need yet.
+  /// Gram-Schmidt on the columns of x. Its sums are chains of additions, and little else takes time: one warp runs
+  /// them, a column a lane, over products that lie ready in v.
   __device__ void orthonormalise() {
-    if (thread_ < kRank) s_.before[thread_] = numerics::sqrt_rn(dot(thread_, thread_));
+    for (int at = thread_; at < D * kXPitch; at += kFitThreads) s_.v[at] = numerics::mul(s_.x[at], s_.x[at]);
+    __syncthreads();
+    if (thread_ < kRank) s_.before[thread_] = numerics::sqrt_rn(column_sum(thread_));
 #pragma unroll 1
     for (int r = 0; r < kRank; ++r) {
       if (warp_ == 0) {
         __syncwarp();
-        const double norm = r == 0 ? s_.before[0] : numerics::sqrt_rn(dot(r, r));
+        const double norm = r == 0 ? s_.before[0] : numerics::sqrt_rn(column_sum(r));
         const bool dependent = numerics::is_dependent(norm, s_.before[r]);
-        __syncwarp();
         for (int c = lane_; c < D; c += 32) {
           double& x = s_.x[c * kXPitch + r];
           x = dependent ? 0.0 : numerics::div(x, norm);
         }
       }
       __syncthreads();
-      if (thread_ > r && thread_ < kRank) s_.dots[thread_] = dot(r, thread_);
+      const int later = kRank - 1 - r;  // columns
+      for (int at = thread_; at < D * later; at += kFitThreads) {
+        const int row = at % D * kXPitch, s = r + 1 + at / D;
+        s_.v[row + s] = numerics::mul(s_.x[row + r], s_.x[row + s]);
+      }
       __syncthreads();
-      const int first = warp_ == 0 ? r + 1 : r + 2, last = warp_ == 0 ? min(r + 1, kRank - 1) : kRank - 1;
-      const int lane = warp_ == 0 ? lane_ : thread_ - 32, lanes = warp_ == 0 ? 32 : kFitThreads - 32;
-      const int columns = last + 1 - first;
+      if (thread_ > r && thread_ < kRank) s_.dots[thread_] = column_sum(thread_);
+      __syncthreads();
+      // The next column first, by the warp that goes on with it.
+      const int first = warp_ == 0 ? 0 : D, last = D * (warp_ == 0 ? min(later, 1) : later);
+      const int step = warp_ == 0 ? 32 : kFitThreads - 32;
 #pragma unroll 1
-      for (int at = lane; at < D * columns; at += lanes) {
-        const int c = at % D, s = first + at / D;
-        double& x = s_.x[c * kXPitch + s];
-        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[c * kXPitch + r]));
+      for (int at = first + (warp_ == 0 ? lane_ : thread_ - 32); at < last; at += step) {
+        const int row = at % D * kXPitch, s = r + 1 + at / D;
+        double& x = s_.x[row + s];
+        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[row + r]));
+        if (warp_ == 0) s_.v[row + s] = numerics::mul(x, x);
       }
     }
     __syncthreads();
@@ -213,9 +218,9 @@ class FitSolver {
   /// Step 6, V = Y X.
   __device__ void project() { multiply(bring(y(), kPitch), kPitch, 1, s_.x, s_.v); }
 
-  /// Step 6, P = L^-T V, in place of V. matrix(): row-major, where it is in shared memory.
+  /// Step 6, P = L^-T V, in place of V.
   __device__ void solve_transposed() {
-    constexpr int kRowStep = Shape::kInShared ? kPitch : 1, kColumnStep = Shape::kInShared ? 1 : kPitch;
+    const double* lower = bring(stored_lower(), kPitch);
     if (thread_ < kRank * kShare) {
       const int sub = lane_ % kShare, column = thread_ / kShare;
       double v[kRows];
@@ -226,14 +231,14 @@ class FitSolver {
 #pragma unroll 1
         for (int owner = kShare - 1; owner >= 0; --owner) {
           const int k = kShare * t + owner;
-          const double* left = matrix() + k * kRowStep + sub * kColumnStep;
+          const double* left = lower + k * kPitch + sub;
           const double solved =
               __shfl_sync(kWarp, numerics::quotient(v[t], s_.diagonal[k], s_.inverse[k]), owner, kShare);
           if (sub == owner) v[t] = solved;
-          if (sub < owner) v[t] = numerics::sub(v[t], numerics::mul(left[kShare * t * kColumnStep], solved));
+          if (sub < owner) v[t] = numerics::sub(v[t], numerics::mul(left[kShare * t], solved));
 #pragma unroll
           for (int i = 0; i < t; ++i) {
-            v[i] = numerics::sub(v[i], numerics::mul(left[kShare * i * kColumnStep], solved));
+            v[i] = numerics::sub(v[i], numerics::mul(left[kShare * i], solved));
           }
         }
       }
@@ -273,17 +278,13 @@ class FitSolver {
     if (lane_ == 0) out.f[r] = usable ? scale : 0.0f;
   }
 
-  // L, then C, then L again.
+  /// L, then C, then L again.
   __device__ double* matrix() const {
-    if constexpr (Shape::kInShared) return s_.matrix;
-    return stored_lower();
-  }
-  __device__ double* c() const {
     if constexpr (Shape::kInShared) return s_.matrix;
     return slot_.c;
   }
-  __device__ double* stored_lower() const { return reinterpret_cast<double*>(slot_.a); }
-  __device__ double* y() const { return reinterpret_cast<double*>(slot_.b); }
+  __device__ double* stored_lower() const { return reinterpret_cast<double*>(slot_.b); }
+  __device__ double* y() const { return reinterpret_cast<double*>(slot_.a); }
 
   const FitSlot<D>* const parts_;  // (count_,)
   const int& count_;

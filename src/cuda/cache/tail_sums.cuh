@@ -21,9 +21,9 @@ constexpr int kFlushBlocks = D == 256 ? 32 : 64;  ///< as many as shared memory 
 /// Memory of one thread block's fit in the workspace.
 template <int D>
 struct alignas(256) FitSlot {
-  int64_t a[D * D];                // A's sums; then L, row-major
-  int64_t b[D * D];                // B's sums; then Y, row-major
-  double c[D <= 128 ? 1 : D * D];  // C where shared memory has no room
+  int64_t a[D * D];                // A's sums, rows and columns in the order of row_of; then Y, row-major
+  int64_t b[D * D];                // B's sums, likewise; then L, row-major
+  double c[D <= 128 ? 1 : D * D];  // L, then C, where shared memory has no room
 };
 
 /// Which of the two sums a pass over the keys makes: registers hold one of them.
@@ -312,14 +312,14 @@ __device__ void multiply_sums(const SumShared<D>& s, int row, int column, int64_
   }
 }
 
-/// Where element i of a thread's part of a tile belongs: out (D, D) is by channel.
+/// Elements 2 half and 2 half + 1 of a thread's part of a tile lie side by side in (D, D).
 template <int D>
-__device__ int place_of(int row, int column, int i) {
+__device__ longlong2& pair_of(int64_t* out, int row, int column, int half) {
   const int thread = thread_here(), g = thread % 32 / 4, t = thread % 4;
-  return channel_of<D>(row + g + i / 2 * 8) * D + channel_of<D>(column + 2 * t + i % 2);
+  return *reinterpret_cast<longlong2*>(out + (row + g + 8 * half) * D + column + 2 * t);
 }
 
-/// Stores a warp's sums, or adds them to what is stored.
+/// Stores a warp's sums, or adds them to what is stored. out: (D, D), rows and columns in the order of row_of
 template <int D, Sum kSum>
 __device__ void flush_sums(const SumShared<D>& s, int down, int across, bool add, const PanelSums<D, kSum>& sums,
                            int64_t* out) {
@@ -329,11 +329,15 @@ __device__ void flush_sums(const SumShared<D>& s, int down, int across, bool add
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int64_t keys = sums.tiles[0][m][n][i];
-        if constexpr (kSum == Sum::kB) keys = 256 * keys + sums.tiles[1][m][n][i];
-        const int at = place_of<D>(down + 16 * m, across + 8 * n, i);
-        out[at] = (add ? out[at] : 0) + 64 * keys;
+      for (int half = 0; half < 2; ++half) {
+        longlong2 keys = {sums.tiles[0][m][n][2 * half], sums.tiles[0][m][n][2 * half + 1]};
+        if constexpr (kSum == Sum::kB) {
+          keys.x = 256 * keys.x + sums.tiles[1][m][n][2 * half];
+          keys.y = 256 * keys.y + sums.tiles[1][m][n][2 * half + 1];
+        }
+        longlong2& at = pair_of<D>(out, down + 16 * m, across + 8 * n, half);
+        const longlong2 before = add ? at : longlong2{};
+        at = {before.x + 64 * keys.x, before.y + 64 * keys.y};
       }
     }
   }
@@ -343,7 +347,10 @@ __device__ void flush_sums(const SumShared<D>& s, int down, int across, bool add
     int64_t blocks[4] = {};
     multiply_sums<D, kSum>(s, row, column, blocks);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[place_of<D>(row, column, i)] -= blocks[i];
+    for (int half = 0; half < 2; ++half) {
+      longlong2& at = pair_of<D>(out, row, column, half);
+      at = {at.x - blocks[2 * half], at.y - blocks[2 * half + 1]};
+    }
   }
 }
 
@@ -400,9 +407,10 @@ __device__ void sum_panel(const Blocks& block_at, int first, int count, bool add
 }
 
 /// A or B of blocks [first, last), at least one, by a thread block. block_at(index): a StoredBlock; E_M = 2^e_exponent;
-/// out: (D, D)
+/// out: as of flush_sums. Not inlined: registers are short.
 template <int D, Sum kSum, typename Blocks>
-__device__ void sum_blocks(const Blocks& block_at, int first, int last, int e_exponent, int64_t* out, SumShared<D>& s) {
+__device__ __noinline__ void sum_blocks(const Blocks& block_at, int first, int last, int e_exponent, int64_t* out,
+                                        SumShared<D>& s) {
   if (threadIdx.x == 0) s.inverse_e = numerics::pow2(-e_exponent);
 #pragma unroll 1
   for (int block = first; block < last; block += kFlushBlocks<D>) {

@@ -35,7 +35,7 @@ class Whitener {
 
  public:
   /// parts: slots of the `count` thread blocks that summed the fit. matrix: L afterwards, column-major, element (i, k)
-  /// at k kPitch + i, without its diagonal; y: (D, D), row-major, may be parts' memory.
+  /// at k kPitch + i, without its diagonal; y: (D, D), row-major, may be A's sums of a part.
   __device__ Whitener(const FitSlot<D>* parts, const int& count, double* matrix, double* y, SolveShared<D>& s)
       : parts_(parts), count_(count), matrix_(matrix), y_(y), s_(s) {}
 
@@ -61,7 +61,7 @@ class Whitener {
 
   /// Step 1.
   __device__ void load_matrix() {
-    constexpr int kTogether = D == 64 ? 8 : 16;
+    constexpr int kTogether = 8;
     if (thread_ == 0) s_.trace = 0;
     __syncthreads();
     unsigned long long trace = 0;
@@ -70,10 +70,10 @@ class Whitener {
       int64_t sums[kTogether];
       load_sums(&FitSlot<D>::a, first, kFitThreads, sums);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {  // A is symmetric, so its element may be read in any order
-        const int at = first + n * kFitThreads;
-        matrix_[at / D * kPitch + at % D] = static_cast<double>(sums[n]);
-        if (at / D == at % D) trace += static_cast<unsigned long long>(sums[n]);
+      for (int n = 0; n < kTogether; ++n) {
+        const int at = first + n * kFitThreads, i = channel_of<D>(at / D), j = channel_of<D>(at % D);
+        matrix_[i * kPitch + j] = static_cast<double>(sums[n]);
+        if (i == j) trace += static_cast<unsigned long long>(sums[n]);
       }
     }
     if (trace != 0) atomicAdd(&s_.trace, trace);
@@ -123,12 +123,21 @@ class Whitener {
       s_.inverse[column] = numerics::div(1.0, pivot);
     }
     __syncthreads();
+    constexpr int kApart = kFitThreads / D, kMost = (kPanel + kApart - 1) / kApart;  // columns of a thread
     const int i = thread_ % D;
-#pragma unroll 1
-    for (int j = k + 1 + thread_ / D; j < kPanel; j += kFitThreads / D) {
-      if (i < first + j) continue;
-      double& x = s_.x[i * kXPitch + j];
-      x = numerics::sub(x, numerics::mul(s_.x[i * kXPitch + k], s_.x[(first + j) * kXPitch + k]));
+    const double left = s_.x[i * kXPitch + k];
+    double element[kMost];
+#pragma unroll
+    for (int n = 0; n < kMost; ++n) {
+      const int j = k + 1 + thread_ / D + n * kApart;
+      if (j >= kPanel || i < first + j) continue;
+      const double factor = s_.x[(first + j) * kXPitch + k];
+      element[n] = numerics::sub(s_.x[i * kXPitch + j], numerics::mul(left, factor));
+    }
+#pragma unroll
+    for (int n = 0; n < kMost; ++n) {
+      const int j = k + 1 + thread_ / D + n * kApart;
+      if (j < kPanel && i >= first + j) s_.x[i * kXPitch + j] = element[n];
     }
     __syncthreads();
   }
@@ -176,16 +185,17 @@ class Whitener {
   static constexpr int kApart = kFitThreads / kColumns;    ///< a thread has every kApart-th row
   static constexpr int kRows = D / kApart, kTogether = 4;  ///< of one column, and takes so many at once
 
-  /// Step 3: columns of Y are independent. v: (16, kColumns), a panel of them
+  /// Step 3: columns of Y are independent. v: (16, kColumns), a panel of them in the order of row_of
   __device__ void whiten() {
     const int across = thread_ % kColumns, sub = thread_ / kColumns;
+    static_assert(kApart % 4 == 0, "a thread's rows lie evenly in the order of row_of");
 #pragma unroll 1
-    for (int column = across; column < D; column += kColumns) {
+    for (int left = 0; left < D; left += kColumns) {
       double rows[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; r += kTogether) {
         int64_t sums[kTogether];
-        load_sums(&FitSlot<D>::b, (sub + kApart * r) * D + column, kApart * D, sums);
+        load_sums(&FitSlot<D>::b, row_of<D>(sub + kApart * r) * D + left + across, kApart / 4 * D, sums);
 #pragma unroll
         for (int n = 0; n < kTogether; ++n) rows[r + n] = static_cast<double>(sums[n]);
       }
@@ -198,7 +208,7 @@ class Whitener {
           if (k >= 0 && k < kPanel) s_.v[k * kColumns + across] = rows[r];
         }
         __syncthreads();
-        if (thread_ < kColumns) solve_panel(first, column);
+        if (thread_ < kColumns) solve_panel(first, channel_of<D>(left + across));
         __syncthreads();
         subtract_solved(first, across, sub, rows);
         __syncthreads();
