@@ -68,7 +68,7 @@ class FitSolver {
   };
 
   /// An element of C. a, b: columns of Y
-  __device__ double product(const double* a, const double* b) const {
+  __device__ double gram_element(const double* a, const double* b) const {
     double sum = 0.0;
 #pragma unroll 4
     for (int k = 0; k < D; ++k) sum = numerics::add(sum, numerics::mul(a[k * D], b[k * D]));
@@ -114,7 +114,7 @@ class FitSolver {
       const auto left_column = [](int thread) { return Tile(kFitThreads + thread / 16).column + thread % 4; };
       const bool has_left = kFitThreads + thread_ / 16 < kTiles;
       double left = 0.0;
-      if (has_left) left = product(from + left_row(thread_), from + left_column(thread_));
+      if (has_left) left = gram_element(from + left_row(thread_), from + left_column(thread_));
       const bool has_own = kTiles >= kFitThreads || thread_ < kTiles;
       double sums[4][4];
       if (has_own) multiply_tile(from, Tile(thread_), sums);
@@ -167,18 +167,30 @@ class FitSolver {
     }
   }
 
-  /// The sum of a column of v, from the top.
-  __device__ double column_sum(int column) const {
+  /// v, as products of columns of x: a column's side by side, and eight columns' use all memory banks.
+  static constexpr int kColumnPitch = D + 2;
+  static_assert(kRank * kColumnPitch <= D * kXPitch);
+  __device__ double& product(int column, int c) { return s_.v[column * kColumnPitch + c]; }
+
+  /// The sum of a column's products, from the top.
+  __device__ double column_sum(int column) {
+    const auto* pairs = reinterpret_cast<const double2*>(&product(column, 0));
     double sum = 0.0;
-#pragma unroll 32
-    for (int c = 0; c < D; ++c) sum = numerics::add(sum, s_.v[c * kXPitch + column]);
+#pragma unroll 16
+    for (int c = 0; c < D / 2; ++c) {
+      const double2 pair = pairs[c];
+      sum = numerics::add(numerics::add(sum, pair.x), pair.y);
+    }
     return sum;
   }
 
   /// Gram-Schmidt on the columns of x. Its sums are chains of additions, and little else takes time: one warp runs
-  /// them, a column a lane, over products that lie ready in v.
+  /// them, a column a lane, over products that lie ready.
   __device__ void orthonormalise() {
-    for (int at = thread_; at < D * kXPitch; at += kFitThreads) s_.v[at] = numerics::mul(s_.x[at], s_.x[at]);
+    for (int at = thread_; at < D * kRank; at += kFitThreads) {
+      const double x = s_.x[at % D * kXPitch + at / D];
+      product(at / D, at % D) = numerics::mul(x, x);
+    }
     __syncthreads();
     if (thread_ < kRank) s_.before[thread_] = numerics::sqrt_rn(column_sum(thread_));
 #pragma unroll 1
@@ -195,8 +207,8 @@ class FitSolver {
       __syncthreads();
       const int later = kRank - 1 - r;  // columns
       for (int at = thread_; at < D * later; at += kFitThreads) {
-        const int row = at % D * kXPitch, s = r + 1 + at / D;
-        s_.v[row + s] = numerics::mul(s_.x[row + r], s_.x[row + s]);
+        const int c = at % D, s = r + 1 + at / D;
+        product(s, c) = numerics::mul(s_.x[c * kXPitch + r], s_.x[c * kXPitch + s]);
       }
       __syncthreads();
       if (thread_ > r && thread_ < kRank) s_.dots[thread_] = column_sum(thread_);
@@ -206,10 +218,10 @@ class FitSolver {
       const int step = warp_ == 0 ? 32 : kFitThreads - 32;
 #pragma unroll 1
       for (int at = first + (warp_ == 0 ? lane_ : thread_ - 32); at < last; at += step) {
-        const int row = at % D * kXPitch, s = r + 1 + at / D;
-        double& x = s_.x[row + s];
-        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[row + r]));
-        if (warp_ == 0) s_.v[row + s] = numerics::mul(x, x);
+        const int c = at % D, s = r + 1 + at / D;
+        double& x = s_.x[c * kXPitch + s];
+        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[c * kXPitch + r]));
+        if (warp_ == 0) product(s, c) = numerics::mul(x, x);
       }
     }
     __syncthreads();

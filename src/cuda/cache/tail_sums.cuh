@@ -58,12 +58,21 @@ struct alignas(128) BlockBytes {
   uint16_t v_scale[kTile];
 };
 
-/// Operands of one block, and of kFlushBlocks. A row is a channel's; rows are in the order of row_of.
+/// Operands of one block. A row is a channel's; rows are in the order of row_of.
+template <int D>
+struct KeyOperands {
+  uint32_t u[D * kKeyWords], y1[D * kKeyWords], y0[D * kKeyWords];
+};
+
+/// A block is unpacked while the last one is still multiplied, where shared memory has room for both.
+template <int D>
+constexpr int kOperands = D == 256 ? 1 : 2;
+
 template <int D>
 struct SumShared {
   BlockBytes<D> bytes[2];  // of a block, and of the next one
-  uint32_t u[D * kKeyWords], y1[D * kKeyWords], y0[D * kKeyWords];
-  uint32_t s[2][D * kBlockWords<D>], t[3][D * kBlockWords<D>];  // by byte, the lowest first
+  KeyOperands<D> keys[kOperands<D>];
+  uint32_t s[2][D * kBlockWords<D>], t[3][D * kBlockWords<D>];  // of kFlushBlocks, by byte, the lowest first
   StoredBlock blocks[kFlushBlocks<D>];
   uint64_t arrived[2];  // barriers of `bytes`
   float inverse_e;      // 1 / E_M
@@ -148,7 +157,7 @@ __device__ inline void insert_byte(uint32_t& word, int to, int x, int from) {
 
 /// u of a share.
 template <int D>
-__device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, SumShared<D>& s) {
+__device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, KeyOperands<D>& keys) {
   uint32_t u[4] = {};
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -159,12 +168,15 @@ __device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, S
     for (int i = 0; i < 4; ++i) insert_byte(u[i], n, numerics::nibble(pair[i / 2], i), 0);
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s.u[row_of<D>(at.channel + i) * kKeyWords + at.quad] = u[i];
+  for (int i = 0; i < 4; ++i) keys.u[row_of<D>(at.channel + i) * kKeyWords + at.quad] = u[i];
 }
 
-/// y of a share.
+/// y of a share. Numbers below 2^22 are converted and rounded to the nearest, ties to even, by adding 1.5 * 2^23, which
+/// is faster than conversions; the sum's low bits are the integer's.
 template <int D>
-__device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, SumShared<D>& s) {
+__device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, const SumShared<D>& s,
+                              KeyOperands<D>& keys) {
+  constexpr float kWhole = 0x1.8p23f;
   const bool has_l = s.blocks[0].v.l != nullptr, has_b = s.blocks[0].v.b != nullptr;  // of any block
   uint32_t y1[4] = {}, y0[4] = {};
 #pragma unroll
@@ -178,7 +190,8 @@ __device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, 
                    *reinterpret_cast<const uint32_t*>(bytes.v_b + key * D + at.channel), has_l, has_b, reading);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int y = __float2int_rn(numerics::mul(static_cast<float>(reading[i]), weight));
+      const float exact = numerics::sub(numerics::float_of(numerics::bits_of(kWhole) + reading[i]), kWhole);
+      const int y = static_cast<int>(numerics::bits_of(numerics::add(numerics::mul(exact, weight), kWhole)));
       insert_byte(y1[i], n, y, 1);
       insert_byte(y0[i], n, y, 0);
     }
@@ -186,24 +199,24 @@ __device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, 
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int word = row_of<D>(at.channel + i) * kKeyWords + at.quad;
-    s.y1[word] = y1[i];
-    s.y0[word] = y0[i];
+    keys.y1[word] = y1[i];
+    keys.y0[word] = y0[i];
   }
 }
 
 /// s, and for B t, of the unpacked block, which is number `index` of those that are multiplied at once.
 template <int D, Sum kSum>
-__device__ void sum_keys(int index, SumShared<D>& s) {
+__device__ void sum_keys(const KeyOperands<D>& keys, int index, SumShared<D>& s) {
   constexpr int kThreads = kFitThreads / D;  // of a row
   const int thread = thread_here(), row = thread / kThreads, part = thread % kThreads;
   unsigned u = 0;
   int y = 0;
 #pragma unroll
   for (int word = row * kKeyWords + part; word < row * kKeyWords + kTile / 4; word += kThreads) {
-    u = __dp4a(s.u[word], 0x01010101u, u);
+    u = __dp4a(keys.u[word], 0x01010101u, u);
     if constexpr (kSum == Sum::kB) {
-      y += 256 * __dp4a(static_cast<int>(s.y1[word]), 0x01010101, 0);
-      y += static_cast<int>(__dp4a(s.y0[word], 0x01010101u, 0u));
+      y += 256 * __dp4a(static_cast<int>(keys.y1[word]), 0x01010101, 0);
+      y += static_cast<int>(__dp4a(keys.y0[word], 0x01010101u, 0u));
     }
   }
 #pragma unroll
@@ -262,19 +275,19 @@ __device__ void multiply_s8(int (&sums)[4], const RowFragment<kWords>& a, const 
 
 /// Adds the unpacked block's keys.
 template <int D, Sum kSum>
-__device__ void multiply_block(const SumShared<D>& s, int down, int across, PanelSums<D, kSum>& sums) {
+__device__ void multiply_block(const KeyOperands<D>& keys, int down, int across, PanelSums<D, kSum>& sums) {
   using Column = ColumnFragment<kKeyWords>;
 #pragma unroll
   for (int step = 0; step < kTile / 32; ++step) {
-    const RowFragment<kKeyWords> u[2] = {{s.u, down, step}, {s.u, down + 16, step}};
+    const RowFragment<kKeyWords> u[2] = {{keys.u, down, step}, {keys.u, down + 16, step}};
 #pragma unroll
     for (int n = 0; n < SumShape<D, kSum>::kTiles; ++n) {
       if constexpr (kSum == Sum::kA) {
-        const Column right(s.u, across + 8 * n, step);
+        const Column right(keys.u, across + 8 * n, step);
 #pragma unroll
         for (int m = 0; m < 2; ++m) multiply_u8(sums.tiles[0][m][n], u[m], right);
       } else {
-        const Column y1(s.y1, across + 8 * n, step), y0(s.y0, across + 8 * n, step);
+        const Column y1(keys.y1, across + 8 * n, step), y0(keys.y0, across + 8 * n, step);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           multiply_s8(sums.tiles[0][m][n], u[m], y1);
@@ -382,23 +395,26 @@ __device__ void sum_panel(const Blocks& block_at, int first, int count, bool add
   PanelSums<D, kSum> sums = {};
 #pragma unroll 1
   for (int block = 0; block < count; ++block) {
+    const BlockBytes<D>& bytes = s.bytes[block % 2];
+    KeyOperands<D>& keys = s.keys[block % kOperands<D>];
     ptx::wait_barrier(arrived(block), block / 2 % 2);
 #pragma unroll 1
     for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
-      unpack_codes(s.bytes[block % 2], ShareAt<D>(share), s);
+      unpack_codes(bytes, ShareAt<D>(share), keys);
     }
     if constexpr (kSum == Sum::kB) {
 #pragma unroll 1
       for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
-        unpack_values(s.bytes[block % 2], ShareAt<D>(share), s);
+        unpack_values(bytes, ShareAt<D>(share), s, keys);
       }
     }
     __syncthreads();
     fetch(block + 2);
-    sum_keys<D, kSum>(block, s);
-    multiply_block<D, kSum>(s, down, across, sums);
-    __syncthreads();
+    sum_keys<D, kSum>(keys, block, s);
+    multiply_block<D, kSum>(keys, down, across, sums);
+    if constexpr (kOperands<D> == 1) __syncthreads();
   }
+  __syncthreads();
   flush_sums<D, kSum>(s, down, across, add, sums, out);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) ptx::invalidate_barrier(arrived(i));

@@ -17,9 +17,9 @@ struct SolveShape {
 
 template <int D>
 struct SolveShared {
-  static constexpr int kPitch = kRank + 1;  ///< odd, likewise
-  double x[D * kPitch], v[D * kPitch];      // (D, 16)
-  double diagonal[D], inverse[D];           // of L, and 1 over it
+  static constexpr int kPitch = kRank + 1;          ///< odd, likewise
+  alignas(16) double x[D * kPitch], v[D * kPitch];  // (D, 16)
+  double diagonal[D], inverse[D];                   // of L, and 1 over it
   double before[kRank], dots[kRank];
   unsigned long long trace;
   alignas(16) double matrix[SolveShape<D>::kInShared ? D * SolveShape<D>::kPitch : 1];
