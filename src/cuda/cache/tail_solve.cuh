@@ -78,7 +78,7 @@ class FitSolver {
   __device__ void multiply_tile(const double* y, const Tile& tile, double (&sums)[4][4]) const {
 #pragma unroll
     for (int at = 0; at < 16; ++at) sums[at / 4][at % 4] = 0.0;
-#pragma unroll 1
+#pragma unroll(Shape::kInShared ? 1 : 2)
     for (int k = 0; k < D; ++k) {
       const double2* rows = reinterpret_cast<const double2*>(y + k * D + tile.row);
       const double2* columns = reinterpret_cast<const double2*>(y + k * D + tile.column);
@@ -170,6 +170,7 @@ class FitSolver {
   /// v, as products of columns of x: a column's side by side, and eight columns' use all memory banks.
   static constexpr int kColumnPitch = D + 2;
   static_assert(kRank * kColumnPitch <= D * kXPitch);
+  __device__ double& x(int c, int column) { return s_.x[c * kXPitch + column]; }
   __device__ double& product(int column, int c) { return s_.v[column * kColumnPitch + c]; }
 
   /// The sum of a column's products, from the top.
@@ -184,47 +185,33 @@ class FitSolver {
     return sum;
   }
 
-  /// Gram-Schmidt on the columns of x. Its sums are chains of additions, and little else takes time: one warp runs
-  /// them, a column a lane, over products that lie ready.
+  /// Gram-Schmidt on the columns of x. Its sums are chains of additions, over products that lie ready, by one warp, a
+  /// column a lane. Meanwhile the others wait: little else takes time. A thread has every kApart-th column of one row.
   __device__ void orthonormalise() {
-    for (int at = thread_; at < D * kRank; at += kFitThreads) {
-      const double x = s_.x[at % D * kXPitch + at / D];
-      product(at / D, at % D) = numerics::mul(x, x);
-    }
+    constexpr int kApart = kFitThreads / D;
+    const int c = thread_ % D, sub = thread_ / D;
+    for (int r = sub; r < kRank; r += kApart) product(r, c) = numerics::mul(x(c, r), x(c, r));
     __syncthreads();
     if (thread_ < kRank) s_.before[thread_] = numerics::sqrt_rn(column_sum(thread_));
+    __syncthreads();
 #pragma unroll 1
     for (int r = 0; r < kRank; ++r) {
-      if (warp_ == 0) {
-        __syncwarp();
-        const double norm = r == 0 ? s_.before[0] : numerics::sqrt_rn(column_sum(r));
-        const bool dependent = numerics::is_dependent(norm, s_.before[r]);
-        for (int c = lane_; c < D; c += 32) {
-          double& x = s_.x[c * kXPitch + r];
-          x = dependent ? 0.0 : numerics::div(x, norm);
-        }
-      }
+      if (thread_ == 0) s_.norm = r == 0 ? s_.before[0] : numerics::sqrt_rn(column_sum(r));
       __syncthreads();
-      const int later = kRank - 1 - r;  // columns
-      for (int at = thread_; at < D * later; at += kFitThreads) {
-        const int c = at % D, s = r + 1 + at / D;
-        product(s, c) = numerics::mul(s_.x[c * kXPitch + r], s_.x[c * kXPitch + s]);
-      }
+      const double norm = s_.norm;
+      const double unit = numerics::is_dependent(norm, s_.before[r]) ? 0.0 : numerics::div(x(c, r), norm);
+      for (int s = r + 1 + sub; s < kRank; s += kApart) product(s, c) = numerics::mul(unit, x(c, s));
       __syncthreads();
+      if (sub == kApart - 1) x(c, r) = unit;
       if (thread_ > r && thread_ < kRank) s_.dots[thread_] = column_sum(thread_);
       __syncthreads();
-      // The next column first, by the warp that goes on with it.
-      const int first = warp_ == 0 ? 0 : D, last = D * (warp_ == 0 ? min(later, 1) : later);
-      const int step = warp_ == 0 ? 32 : kFitThreads - 32;
-#pragma unroll 1
-      for (int at = first + (warp_ == 0 ? lane_ : thread_ - 32); at < last; at += step) {
-        const int c = at % D, s = r + 1 + at / D;
-        double& x = s_.x[c * kXPitch + s];
-        x = numerics::sub(x, numerics::mul(s_.dots[s], s_.x[c * kXPitch + r]));
-        if (warp_ == 0) product(s, c) = numerics::mul(x, x);
+      for (int s = r + 1 + sub; s < kRank; s += kApart) {
+        const double rest = numerics::sub(x(c, s), numerics::mul(s_.dots[s], unit));
+        x(c, s) = rest;
+        if (s == r + 1) product(s, c) = numerics::mul(rest, rest);
       }
+      __syncthreads();
     }
-    __syncthreads();
   }
 
   /// Step 6, V = Y X.

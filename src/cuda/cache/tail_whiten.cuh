@@ -20,7 +20,7 @@ struct SolveShared {
   static constexpr int kPitch = kRank + 1;          ///< odd, likewise
   alignas(16) double x[D * kPitch], v[D * kPitch];  // (D, 16)
   double diagonal[D], inverse[D];                   // of L, and 1 over it
-  double before[kRank], dots[kRank];
+  double before[kRank], dots[kRank], norm;
   unsigned long long trace;
   alignas(16) double matrix[SolveShape<D>::kInShared ? D * SolveShape<D>::kPitch : 1];
 };
@@ -181,7 +181,7 @@ class Whitener {
     }
   }
 
-  static constexpr int kColumns = D == 256 ? 32 : D;       ///< of Y at once
+  static constexpr int kColumns = D == 256 ? 64 : D;       ///< of Y at once
   static constexpr int kApart = kFitThreads / kColumns;    ///< a thread has every kApart-th row
   static constexpr int kRows = D / kApart, kTogether = 4;  ///< of one column, and takes so many at once
 
