@@ -39,6 +39,12 @@ plan::CacheView cache_view(const CacheStorage& cache) {
           .sections = sections};
 }
 
+void require_device_pages(const plan::CacheView& cache) {
+  if (cache.page_stride % 16 == 0 && reinterpret_cast<uintptr_t>(cache.pages) % 16 == 0) return;
+  fail_value("storage alignment", "page stride " + std::to_string(cache.page_stride),
+             "on cuda pages must start at multiples of 16 bytes");
+}
+
 void set_rows(plan::CacheWriteParams& p, const TensorView& k, const TensorView& v, int64_t tokens) {
   check_rows("k", k, tokens, p.cache.layout);
   check_rows("v", v, tokens, p.cache.layout);

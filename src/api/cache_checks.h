@@ -7,6 +7,9 @@ namespace fold::api {
 /// Checks a page pool and describes it to the backends.
 plan::CacheView cache_view(const CacheStorage& cache);
 
+/// On a device pages are copied 16 bytes at once.
+void require_device_pages(const plan::CacheView& cache);
+
 /// Checks k and v, (tokens, HK, D), and says where they are.
 void set_rows(plan::CacheWriteParams& params, const TensorView& k, const TensorView& v, int64_t tokens);
 

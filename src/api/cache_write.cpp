@@ -106,6 +106,7 @@ struct Call {
                              {"slot_mapping", &args.slot_mapping}});
     plan::CacheWriteParams& p = params;
     p.cache = api::cache_view(cache);
+    if (place.device == Device::cuda) api::require_device_pages(p.cache);
     api::require_tensor("k", args.k, 3, api::kFloatTypes);
     const int64_t tokens = args.k.shape[0];
     api::set_rows(p, args.k, args.v, tokens);

@@ -125,10 +125,7 @@ plan::DecodeParams shaped_decode(const CacheStorage& cache, const DecodeArgs& ar
 
 plan::DecodeParams device_decode(const CacheStorage& cache, const DecodeArgs& args) {
   const plan::DecodeParams p = shaped_decode(cache, args);
-  if (p.cache.page_stride % 16 != 0 || reinterpret_cast<uintptr_t>(p.cache.pages) % 16 != 0) {
-    fail_value("storage alignment", "page stride " + std::to_string(p.cache.page_stride),
-               "on cuda pages to be read must start at multiples of 16 bytes");
-  }
+  require_device_pages(p.cache);
   return p;
 }
 

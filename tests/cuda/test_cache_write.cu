@@ -192,7 +192,7 @@ TEST_F(CacheWriteOnDevice, StridesAndAlignments) {
   Random random(8);
   for (const int64_t d : {64, 128}) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
-      for (const auto& [gap, shift] : {std::pair<int64_t, int64_t>{0, 0}, {4, 0}, {128, 4}, {12, 8}}) {
+      for (const auto& [gap, shift] : {std::pair<int64_t, int64_t>{0, 0}, {16, 0}, {128, 16}, {48, 32}}) {
         const CacheLayout layout{.n_kv_heads = 2, .head_dim = d, .page_size = 64};
         Batch batch(random, layout, {200});
         BothPools pools(layout, batch.pool_pages, gap, shift);
@@ -249,7 +249,7 @@ TEST_F(CacheWriteOnDevice, RandomCalls) {
       }
     }
     Batch batch(random, layout, capacity);
-    BothPools pools(layout, batch.pool_pages, 4 * below(random, 5), 4 * below(random, 5));
+    BothPools pools(layout, batch.pool_pages, 16 * below(random, 5), 16 * below(random, 5));
     for (const auto& counts : rounds) {
       Call call = batch.call(random, layout, counts, 0.02, any_dtype(), any_dtype());
       if (below(random, 2) == 0) call = with_padding(random, layout, batch, call, below(random, 10));

@@ -119,26 +119,38 @@ INSTANTIATE_TEST_SUITE_P(Tail, Step, ::testing::Values(true, false));
 
 using Steps = DeviceTest;
 
-/// Rows are written anywhere and copied from multiples of 16 bytes only.
+/// Rows are copied from multiples of 16 bytes only.
 TEST_F(Steps, ReadAlignedPagesOnly) {
   Scene s({.n_kv_heads = 1, .head_dim = 64, .page_size = 64}, {100}, 8);
-  auto q = normal(s.random, {1, 1, kGroup, 64}), out = filled(DType::f32, {1, 1, kGroup, 64}, 7.0f);
-  auto table = s.table(), lengths = integers({100});
+  auto q = normal(s.random, {1, 1, kGroup, 64}), k = normal(s.random, {1, 1, 64}),
+       out = filled(DType::f32, {1, 1, kGroup, 64}, 7.0f);
+  auto table = s.table(), lengths = integers({100}), starts = integers({0, 1});
   DecodeArgs args;
   args.q = q.there();
   args.block_table = table.there();
   args.seqlens = lengths.there();
+  const CacheWriteArgs write{.k = k.there(),
+                             .v = k.there(),
+                             .block_table = args.block_table,
+                             .seqlens = args.seqlens,
+                             .cu_seqlens = starts.there(),
+                             .slot_mapping = {}};
   DecodeResults results;
   results.out = out.there();
   CacheStorage shifted = s.pools.device();
   shifted.storage.data = static_cast<uint8_t*>(shifted.storage.data) + 4;
-  try {
-    const Workspace workspace(decode_workspace(shifted, args));
-    decode(shifted, args, results, {.stream = nullptr, .workspace = workspace.view()});
-    ADD_FAILURE() << "pages at a multiple of 4 bytes were read";
-  } catch (const Error& e) {
-    EXPECT_NE(std::string(e.what()).find("must start at multiples of 16 bytes"), std::string::npos) << e.what();
-  }
+  const auto refused = [](const auto& call) {
+    try {
+      call();
+      ADD_FAILURE() << "pages at a multiple of 4 bytes were taken";
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("must start at multiples of 16 bytes"), std::string::npos) << e.what();
+    }
+  };
+  refused([&] { decode_workspace(shifted, args); });
+  refused([&] { decode(shifted, args, results); });
+  refused([&] { cache_write_workspace(shifted, write); });
+  refused([&] { cache_write(shifted, write); });
 }
 
 /// Lengths and numbers of tokens that cannot be bring nothing; neighbours do not notice.

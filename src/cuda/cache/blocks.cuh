@@ -25,7 +25,6 @@ struct BlockTask {
   int slot;             // of the first key
   int first_head, head_count;
   int first_row, first_new, count;  // rows taken of each head, the call's from first_new on
-  bool wide;                        // pages start at multiples of 16 bytes
 };
 
 /// What a summary is made of, beside the products.
@@ -172,11 +171,11 @@ __device__ void write_rows(const plan::CacheWriteParams& p, Side side, const Key
       *reinterpret_cast<float4*>(products + product_at<D>(key.row, channel + 4 * i)) = make_float4(
           numerics::mul(unit, r.x), numerics::mul(unit, r.y), numerics::mul(unit, r.z), numerics::mul(unit, r.w));
     }
-    store_words(h + channel / 2, {pack_h(a_bytes[0], a_bytes[1]), pack_h(a_bytes[2], a_bytes[3])}, page.wide);
+    store_words(h + channel / 2, {pack_h(a_bytes[0], a_bytes[1]), pack_h(a_bytes[2], a_bytes[3])});
     if (l != nullptr) {
-      store_words(l + channel / 2, {pack_l(a_bytes[0], a_bytes[1]), pack_l(a_bytes[2], a_bytes[3])}, page.wide);
+      store_words(l + channel / 2, {pack_l(a_bytes[0], a_bytes[1]), pack_l(a_bytes[2], a_bytes[3])});
     }
-    if (b != nullptr) store_words(b + channel, b_bytes, page.wide);
+    if (b != nullptr) store_words(b + channel, b_bytes);
   }
 }
 
@@ -269,8 +268,7 @@ __device__ inline bool find_task(const Write& w, LocateShared& shared, BlockTask
             .head_count = min(w.head_step, heads - first_head),
             .first_row = first_row,
             .first_new = first_new,
-            .count = last_new - first_row,
-            .wide = is_aligned(cache.pages, 16) && cache.page_stride % 16 == 0};
+            .count = last_new - first_row};
   }
   __syncthreads();
   return task.page >= 0;

@@ -226,20 +226,12 @@ __device__ inline float4 finest_readings(const float* a, const float (&b)[4], bo
   return make_float4(r[0], r[1], r[2], r[3]);
 }
 
-/// to[i] = words[i]. wide: `to` stands at a multiple of 4 n bytes, else of 4.
-__device__ inline void store_words(void* to, const uint32_t (&words)[2], bool wide) {
-  if (wide) {
-    *static_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-  } else {
-    for (int i = 0; i < 2; ++i) static_cast<uint32_t*>(to)[i] = words[i];
-  }
+/// to[i] = words[i]; `to` stands at a multiple of their size.
+__device__ inline void store_words(void* to, const uint32_t (&words)[2]) {
+  *static_cast<uint2*>(to) = make_uint2(words[0], words[1]);
 }
-__device__ inline void store_words(void* to, const uint32_t (&words)[4], bool wide) {
-  if (wide) {
-    *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-  } else {
-    for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(to)[i] = words[i];
-  }
+__device__ inline void store_words(void* to, const uint32_t (&words)[4]) {
+  *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace fold::cuda::cache

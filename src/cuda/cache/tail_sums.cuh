@@ -1,9 +1,6 @@
 #pragma once
-#include "cuda/cache/requests.cuh"
-#include "cuda/ptx/async_copy.cuh"
+#include "cuda/cache/tail_unpack.cuh"
 #include "cuda/ptx/warp_mma.cuh"
-#include "numerics/block.h"
-#include "numerics/tail.h"
 
 // The integer sums behind a fit (docs/numerics.md, section 9), on the int8 tensor cores.
 //
@@ -13,8 +10,6 @@
 // once. Those add at most 64 * 15 * 255 or 255 * 255 each to any of the sums: int32 has room.
 namespace fold::cuda::cache {
 
-constexpr int kFitThreads = 512;
-constexpr int kFitWarps = kFitThreads / 32;
 template <int D>
 constexpr int kFlushBlocks = D == 256 ? 32 : 64;  ///< as many as shared memory has room for
 
@@ -26,9 +21,6 @@ struct alignas(256) FitSlot {
   double c[D <= 128 ? 1 : D * D];  // L, then C, where shared memory has no room
 };
 
-/// Which of the two sums a pass over the keys makes: registers hold one of them.
-enum class Sum { kA, kB };
-
 template <int D, Sum kSum>
 struct SumShape {
   static constexpr int kPanel = D == 128 || (D == 256 && kSum == Sum::kA) ? 128 : 64;  ///< rows of a pass
@@ -38,171 +30,26 @@ struct SumShape {
   static constexpr int kWeights = kSum == Sum::kA ? 1 : 2;  ///< sums with u, or with y1 and y0
 };
 
-/// A block of stored keys, from its first one on.
-struct StoredBlock {
-  const uint8_t* k_h;
-  numerics::PlaneRow v;
-  const uint16_t* v_scale;  // permuted
-};
-
-/// Words of four consecutive keys' bytes in a row, and 4 more: fragments, 8 rows by 4 words, use all memory banks.
-constexpr int kKeyWords = kTile / 4 + 4;
 template <int D>
 constexpr int kBlockWords = kFlushBlocks<D> / 4 + 4;  ///< the same of blocks
-
-/// A block as it comes from memory.
-template <int D>
-struct alignas(128) BlockBytes {
-  uint8_t k_h[kTile * D / 2], v_h[kTile * D / 2], v_l[kTile * D / 2];
-  int8_t v_b[kTile * D];
-  uint16_t v_scale[kTile];
-};
-
-/// Operands of one block. A row is a channel's; rows are in the order of row_of.
-template <int D>
-struct KeyOperands {
-  uint32_t u[D * kKeyWords], y1[D * kKeyWords], y0[D * kKeyWords];
-};
 
 /// A block is unpacked while the last one is still multiplied, where shared memory has room for both.
 template <int D>
 constexpr int kOperands = D == 256 ? 1 : 2;
 
+/// Blocks on their way from memory.
+template <int D>
+constexpr int kStages = D == 256 ? 2 : 4;
+
 template <int D>
 struct SumShared {
-  BlockBytes<D> bytes[2];  // of a block, and of the next one
+  BlockBytes<D> bytes[kStages<D>];
   KeyOperands<D> keys[kOperands<D>];
   uint32_t s[2][D * kBlockWords<D>], t[3][D * kBlockWords<D>];  // of kFlushBlocks, by byte, the lowest first
   StoredBlock blocks[kFlushBlocks<D>];
-  uint64_t arrived[2];  // barriers of `bytes`
-  float inverse_e;      // 1 / E_M
+  uint64_t arrived[kStages<D>];  // barriers of `bytes`
+  float inverse_e;               // 1 / E_M
 };
-
-/// Channels 4 n, 4 n + 1, ... that one lane unpacks lie D / 4 rows apart, so that lanes side by side write rows side by
-/// side.
-template <int D>
-__device__ int row_of(int channel) {
-  return channel % 4 * (D / 4) + channel / 4;
-}
-template <int D>
-__device__ int channel_of(int row) {
-  return row % (D / 4) * 4 + row / (D / 4);
-}
-
-/// threadIdx.x, anew wherever it is called: otherwise the compiler prepares what follows from it for all phases of a
-/// fit at once, in registers that are short.
-__device__ inline int thread_here() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-/// A share of a block is four channels of four keys. By its number: the first key's number and the first channel's. A
-/// warp has 16 times 4 channels of twice 4 keys.
-template <int D>
-struct ShareAt {
-  static constexpr int kShares = D / 4 * (kTile / 4);
-  int quad, channel;
-
-  __device__ explicit ShareAt(int share) {
-    const int lane = share % 32, warp = share / 32;
-    quad = warp % 8 * 2 + lane / 16;
-    channel = (warp / 8 * 16 + lane % 16) * 4;
-  }
-};
-
-/// Sends for a block, by one thread.
-template <int D, Sum kSum>
-__device__ void fetch_block(const StoredBlock& block, BlockBytes<D>& to, uint32_t arrived) {
-  constexpr uint32_t kNibbles = kTile * D / 2;
-  const bool has_l = block.v.l != nullptr, has_b = block.v.b != nullptr;
-  const auto copy = [arrived](const void* from, void* into, uint32_t bytes) {
-    ptx::bulk_copy(ptx::shared_address(into), from, bytes, arrived);
-  };
-  if constexpr (kSum == Sum::kA) {
-    ptx::expect_bytes(arrived, kNibbles);
-  } else {
-    ptx::expect_bytes(arrived, (has_l ? 3 : 2) * kNibbles + (has_b ? 2 : 0) * kNibbles + sizeof(to.v_scale));
-    copy(block.v.h, to.v_h, kNibbles);
-    if (has_l) copy(block.v.l, to.v_l, kNibbles);
-    if (has_b) copy(block.v.b, to.v_b, 2 * kNibbles);
-    copy(block.v_scale, to.v_scale, sizeof(to.v_scale));
-  }
-  copy(block.k_h, to.k_h, kNibbles);
-}
-
-/// Readings of a key's four channels from their bytes in each plane. has_l, has_b: whether the cache keeps those
-/// planes.
-__device__ inline void share_readings(uint16_t v_h, uint16_t v_l, uint32_t v_b, bool has_l, bool has_b,
-                                      int (&reading)[4]) {
-  const uint8_t h[2] = {static_cast<uint8_t>(v_h), static_cast<uint8_t>(v_h >> 8)};
-  const uint8_t l[2] = {static_cast<uint8_t>(v_l), static_cast<uint8_t>(v_l >> 8)};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (!has_l) {
-      reading[i] = numerics::reading({h, nullptr, nullptr}, i);
-    } else {
-      reading[i] = numerics::reading({h, l, nullptr}, i);
-    }
-  }
-  if (!has_b) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) reading[i] += static_cast<int8_t>(v_b >> 8 * i);
-}
-
-/// Byte `from` of x becomes byte `to` of the word.
-__device__ inline void insert_byte(uint32_t& word, int to, int x, int from) {
-  word = __byte_perm(word, static_cast<uint32_t>(x), (0x3210 & ~(0xF << 4 * to)) | (4 + from) << 4 * to);
-}
-
-/// u of a share.
-template <int D>
-__device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, KeyOperands<D>& keys) {
-  uint32_t u[4] = {};
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const uint8_t* codes = bytes.k_h + (4 * at.quad + n) * (D / 2) + at.channel / 2;
-    const uint16_t pairs = *reinterpret_cast<const uint16_t*>(codes);
-    const uint8_t pair[2] = {static_cast<uint8_t>(pairs), static_cast<uint8_t>(pairs >> 8)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) insert_byte(u[i], n, numerics::nibble(pair[i / 2], i), 0);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) keys.u[row_of<D>(at.channel + i) * kKeyWords + at.quad] = u[i];
-}
-
-/// y of a share. Numbers below 2^22 are converted and rounded to the nearest, ties to even, by adding 1.5 * 2^23, which
-/// is faster than conversions; the sum's low bits are the integer's.
-template <int D>
-__device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, const SumShared<D>& s,
-                              KeyOperands<D>& keys) {
-  constexpr float kWhole = 0x1.8p23f;
-  const bool has_l = s.blocks[0].v.l != nullptr, has_b = s.blocks[0].v.b != nullptr;  // of any block
-  uint32_t y1[4] = {}, y0[4] = {};
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    const int key = 4 * at.quad + n, nibbles = key * (D / 2) + at.channel / 2;
-    const auto pair = [nibbles](const uint8_t* plane) { return *reinterpret_cast<const uint16_t*>(plane + nibbles); };
-    const float scale = numerics::from_bf16(bytes.v_scale[numerics::scale_slot(key)]);
-    const float weight = numerics::fit_weight(scale, s.inverse_e);
-    int reading[4];
-    share_readings(pair(bytes.v_h), pair(bytes.v_l),
-                   *reinterpret_cast<const uint32_t*>(bytes.v_b + key * D + at.channel), has_l, has_b, reading);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float exact = numerics::sub(numerics::float_of(numerics::bits_of(kWhole) + reading[i]), kWhole);
-      const int y = static_cast<int>(numerics::bits_of(numerics::add(numerics::mul(exact, weight), kWhole)));
-      insert_byte(y1[i], n, y, 1);
-      insert_byte(y0[i], n, y, 0);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int word = row_of<D>(at.channel + i) * kKeyWords + at.quad;
-    keys.y1[word] = y1[i];
-    keys.y0[word] = y0[i];
-  }
-}
 
 /// s, and for B t, of the unpacked block, which is number `index` of those that are multiplied at once.
 template <int D, Sum kSum>
@@ -378,26 +225,26 @@ __device__ void sum_panel(const Blocks& block_at, int first, int count, bool add
     s.s[0][at] = s.s[1][at] = 0;  // of blocks that are not there
   }
   if (const int block = thread_here(); block < count) s.blocks[block] = block_at(first + block);
-  const auto arrived = [&s](int block) { return ptx::shared_address(&s.arrived[block % 2]); };
+  const auto arrived = [&s](int block) { return ptx::shared_address(&s.arrived[block % kStages<D>]); };
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) ptx::init_barrier(arrived(i));
+    for (int i = 0; i < kStages<D>; ++i) ptx::init_barrier(arrived(i));
     ptx::fence_barrier_init();
   }
   ptx::fence_async();
   __syncthreads();
   const auto fetch = [&](int block) {
     if (threadIdx.x == 0 && block < count) {
-      fetch_block<D, kSum>(s.blocks[block], s.bytes[block % 2], arrived(block));
+      fetch_block<D, kSum>(s.blocks[block], s.bytes[block % kStages<D>], arrived(block));
     }
   };
-  fetch(0);
-  fetch(1);
+#pragma unroll 1
+  for (int block = 0; block < kStages<D>; ++block) fetch(block);
   PanelSums<D, kSum> sums = {};
 #pragma unroll 1
   for (int block = 0; block < count; ++block) {
-    const BlockBytes<D>& bytes = s.bytes[block % 2];
+    const BlockBytes<D>& bytes = s.bytes[block % kStages<D>];
     KeyOperands<D>& keys = s.keys[block % kOperands<D>];
-    ptx::wait_barrier(arrived(block), block / 2 % 2);
+    ptx::wait_barrier(arrived(block), block / kStages<D> % 2);
 #pragma unroll 1
     for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
       unpack_codes(bytes, ShareAt<D>(share), keys);
@@ -405,11 +252,12 @@ __device__ void sum_panel(const Blocks& block_at, int first, int count, bool add
     if constexpr (kSum == Sum::kB) {
 #pragma unroll 1
       for (int share = thread_here(); share < ShareAt<D>::kShares; share += kFitThreads) {
-        unpack_values(bytes, ShareAt<D>(share), s, keys);
+        unpack_values(bytes, ShareAt<D>(share), s.blocks[0].v.l != nullptr, s.blocks[0].v.b != nullptr, s.inverse_e,
+                      keys);
       }
     }
     __syncthreads();
-    fetch(block + 2);
+    fetch(block + kStages<D>);
     sum_keys<D, kSum>(keys, block, s);
     multiply_block<D, kSum>(keys, down, across, sums);
     if constexpr (kOperands<D> == 1) __syncthreads();
@@ -417,7 +265,7 @@ __device__ void sum_panel(const Blocks& block_at, int first, int count, bool add
   __syncthreads();
   flush_sums<D, kSum>(s, down, across, add, sums, out);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) ptx::invalidate_barrier(arrived(i));
+    for (int i = 0; i < kStages<D>; ++i) ptx::invalidate_barrier(arrived(i));
   }
   __syncthreads();
 }
