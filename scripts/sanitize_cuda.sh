@@ -3,8 +3,8 @@
 #
 #     scripts/sanitize_cuda.sh build/cuda [TOOL...]     # memcheck, synccheck and initcheck by default
 #
-# Masks, packed sequences, poison and empty sides; decode at many lengths, with second runs; whole steps: on inputs small
-# enough for tools that slow a kernel down a hundred times.
+# Masks, packed sequences, poison and empty sides; decode at many lengths, with second runs; fits; whole steps: on
+# inputs small enough for tools that slow a kernel down a hundred times.
 # It fails if a test does, or a tool has something to say. racecheck has to be asked for: it does not follow copies that
 # complete a barrier, nor a warp that meets in __syncwarp before one of its lanes arrives at a barrier for all, and takes
 # both for races.
@@ -22,9 +22,11 @@ backward+=':*MaskedKeysAndRows*'
 
 decode='*LengthsAndBits*:*WindowsAndSinks*:*DraftsAndTrees*:*WrongReferencesRunAgain*:*PoisonStaysWithItsRows*'
 
+fits='*FitsAtMarks:*FitsOfSpecialContent'
+
 for tool in "${tools[@]}"; do
   for test in "attention_forward $forward" "attention_forward_layouts $layouts" "attention_backward $backward" \
-    "decode $decode" 'step *'; do
+    "decode $decode" "cache_write $fits" 'step *'; do
     read -r name filter <<<"$test"
     echo "== $tool, $name"
     compute-sanitizer --tool "$tool" --error-exitcode 1 "$build/cuda_test_$name" --gtest_brief=1 --gtest_filter="$filter"
