@@ -3,6 +3,8 @@
 Needs a GPU that the backend runs on; docs/cuda.md says how these tests are run there.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +251,36 @@ def test_a_captured_step_replays_at_other_lengths():
         graph.replay()
         same(step(arguments, cache), result, f"lengths {now}")
         same(cache.storage, pool, f"pages after {now}")
+
+
+def test_steps_of_several_threads_and_streams_keep_their_bits():
+    """Outside of a capture a step's kernels are submitted as a graph that is kept, for calls with other parameters."""
+    steps = []  # what to call, and what comes of it
+    for lengths in ((1301,), (65, 257, 1024), LENGTHS):
+        layers = [layer(n, 8, 2, 64, n) for n in lengths]
+        q = torch.stack([x[0][-1] for x in layers])
+        for tail in (True, False):
+            here, there = both(lengths, layers, tail=tail)
+            tables = dict(zip(("block_table", "cache_seqlens"), there.tables(), strict=True))
+            for depth in (None, 10.0):
+                call = partial(fold_attn_with_kvcache, cache=there, depth=depth, return_lse=True, **tables)
+                steps.append((call, q.to(GPU), here.attend(q, depth=depth, return_lse=True)))
+    torch.cuda.synchronize()
+
+    def work(thread: int) -> list[tuple[int, Any]]:
+        order = torch.randperm(8 * len(steps), generator=torch.Generator().manual_seed(thread)) % len(steps)
+        results, stream = [], torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for at in order.tolist():
+                call, q, _ = steps[at]
+                results.append((at, call(q.clone())))  # in memory that differs from call to call
+        stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(4) as threads:
+        for results in threads.map(work, range(4)):
+            for at, result in results:
+                same(steps[at][2], result, f"step {at}")
 
 
 def test_pages_that_do_not_exist_are_no_pages():
