@@ -261,7 +261,8 @@ def test_steps_of_several_threads_and_streams_keep_their_bits():
         q = torch.stack([x[0][-1] for x in layers])
         for tail in (True, False):
             here, there = both(lengths, layers, tail=tail)
-            tables = dict(zip(("block_table", "cache_seqlens"), there.tables(), strict=True))
+            table, held = there.tables()
+            tables: dict[str, Any] = {"block_table": table, "cache_seqlens": held}
             for depth in (None, 10.0):
                 call = partial(fold_attn_with_kvcache, cache=there, depth=depth, return_lse=True, **tables)
                 steps.append((call, q.to(GPU), here.attend(q, depth=depth, return_lse=True)))
