@@ -22,7 +22,8 @@ FOLD_API int64_t cache_write_workspace(const CacheStorage& cache, const CacheWri
 
 /// cache_write of decode.h. On a CUDA device nobody looks at the tables before the kernels do. What they cannot make
 /// sense of is left out: keys without a page in the pool, keys past block_table's width, tokens whose slot is not where
-/// block_table puts them.
+/// block_table puts them. There pages start at multiples of 16 bytes, here and for decode, or
+/// fold::Error is thrown.
 FOLD_API void cache_write(const CacheStorage& cache, const CacheWriteArgs& args, const Launch& launch);
 
 /// decode and partial of decode.h. On a CUDA device lengths and page ids are looked at by the kernels alone: a page id

@@ -7,7 +7,7 @@ namespace fold::api {
 /// Checks a page pool and describes it to the backends.
 plan::CacheView cache_view(const CacheStorage& cache);
 
-/// On a device pages are copied 16 bytes at once.
+/// Checks that pages start at multiples of 16 bytes, as many as a device copies at once.
 void require_device_pages(const plan::CacheView& cache);
 
 /// Checks k and v, (tokens, HK, D), and says where they are.

@@ -52,17 +52,16 @@ const char* unavailable(int device) { return Devices::all().problem(device); }
 
 int64_t decode_bytes(const plan::DecodeParams& params, const plan::DecodeBounds&) { return decode_workspace(params); }
 
-/// Of the write's part of a step's workspace, in front.
-int64_t write_bytes(const plan::StepParams& write) { return (step_write_workspace(write) + 255) / 256 * 256; }
-
+/// The write's part is in front.
 int64_t decode_step_bytes(const plan::StepParams& write, const plan::DecodeParams& params) {
-  return write_bytes(write) + decode_workspace(params);
+  return step_write_workspace(write) + decode_workspace(params);
 }
 
 void decode_after_write(const plan::StepParams& write, const plan::DecodeParams& params, void* workspace,
                         cudaStream_t stream) {
   step_write(write, workspace, stream);
-  decode(params, {write.max_pages}, &write, static_cast<uint8_t*>(workspace) + write_bytes(write), stream);
+  auto* const behind = static_cast<uint8_t*>(workspace) + step_write_workspace(write);
+  decode(params, {write.max_pages}, &write, behind, stream);
 }
 
 void decode_alone(const plan::DecodeParams& params, const plan::DecodeBounds& bounds, void* workspace,

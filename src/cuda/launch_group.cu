@@ -125,7 +125,6 @@ LaunchGroup::~LaunchGroup() { current = nullptr; }
 
 void LaunchGroup::submit() {
   if (!calls_.empty()) Executables::of_all().launch(std::move(calls_), stream_);
-  calls_.clear();
 }
 
 }  // namespace fold::cuda

@@ -173,7 +173,7 @@ TEST_F(CacheWriteOnDevice, FitsOfSpecialContent) {
   }
 }
 
-/// So many blocks that a thread block's 32-bit sums are put away in between, whole fits and parts.
+/// So many blocks in a part that its sums are put away in between.
 TEST_F(CacheWriteOnDevice, LongFits) {
   Random random(7);
   constexpr int64_t kKeys = 40960;

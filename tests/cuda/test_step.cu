@@ -119,8 +119,8 @@ INSTANTIATE_TEST_SUITE_P(Tail, Step, ::testing::Values(true, false));
 
 using Steps = DeviceTest;
 
-/// Rows are copied from multiples of 16 bytes only.
-TEST_F(Steps, ReadAlignedPagesOnly) {
+/// Rows are copied from and to multiples of 16 bytes only.
+TEST_F(Steps, TakeAlignedPagesOnly) {
   Scene s({.n_kv_heads = 1, .head_dim = 64, .page_size = 64}, {100}, 8);
   auto q = normal(s.random, {1, 1, kGroup, 64}), k = normal(s.random, {1, 1, 64}),
        out = filled(DType::f32, {1, 1, kGroup, 64}, 7.0f);

@@ -45,11 +45,12 @@ int64_t max_fits(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& 
   return p.cache.layout.n_kv_heads * std::min(requests * marks, bounds.tokens / numerics::kFitSlotKeys + requests);
 }
 
-/// Thread blocks that compute fits: a fit alone is not worth more than sixteen. Each needs a slot in the workspace,
-/// hence fewer of the largest ones.
+constexpr int kBlocksOfFit = 16;  ///< more thread blocks are not worth it, if as many fits are reached as can be
+
+/// Thread blocks that compute fits. Each needs a slot in the workspace, hence fewer of the largest ones.
 int64_t fit_blocks(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& bounds) {
   return std::min<int64_t>(p.cache.layout.head_dim == 256 ? kMaxFitBlocks / 2 : kMaxFitBlocks,
-                           max_fits(p, bounds) * 16);
+                           max_fits(p, bounds) * kBlocksOfFit);
 }
 
 int64_t fit_slots(const plan::CacheWriteParams& p, const plan::CacheWriteBounds& bounds) {

@@ -3,6 +3,7 @@
 
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/async_copy.cuh"
+#include "cuda/rounding.cuh"
 #include "fold/tensor.h"
 #include "numerics/planes.h"
 #include "numerics/quotient.h"
@@ -149,9 +150,8 @@ __device__ uint16_t scale_row(float (&x)[Runs][N]) {
   return scale;
 }
 
-// Adding these rounds a float of less than 2^22 in magnitude to an integer, ties to even, and leaves it in the low
-// byte: a + 128 and b.
-constexpr float kRoundA = 12583040.0f, kRoundB = 12582912.0f;
+// Adding these leaves a + 128 and b in the low byte.
+constexpr float kRoundA = kRoundMagicFloat + 128, kRoundB = kRoundMagicFloat;
 
 /// A row's scale as split_run wants it.
 struct Divisor {

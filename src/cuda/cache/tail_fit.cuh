@@ -7,7 +7,7 @@
 // go into a slot of the workspace; whoever makes a fit's last part solves it.
 namespace fold::cuda::cache {
 
-constexpr int kLeastBlocks = 8;  ///< 64-key blocks of a part: its sums have to be added, too
+constexpr int kFinestCut = 8;  ///< part_blocks, at least: a part's sums have to be added, too
 
 template <int D>
 union FitShared {
@@ -26,7 +26,7 @@ struct FitState {
   int exponent;                  // of E_M
   unsigned largest;              // of the bounds
   unsigned long long exponents;  // sum over the bounds
-  bool last;                     // to finish its part
+  bool last;                     // whether the part in hand was its fit's last
   LocateShared locate;
 };
 
@@ -44,7 +44,7 @@ __device__ inline unsigned parts_of(const Write& w, const Request& r, int part_b
   return count * static_cast<unsigned>(w.params.cache.layout.n_kv_heads);
 }
 
-/// Whether any request does reach a mark, by a whole thread block.
+/// Whether any request reaches a mark, by a whole thread block.
 __device__ inline bool reaches_mark(const Write& w) {
   bool found = false;
   for (int request = threadIdx.x; request < w.params.batch; request += kFitThreads) {
@@ -66,7 +66,7 @@ __device__ inline unsigned cut_fits(const Write& w, unsigned slots, FitState& st
   int part_blocks = 0;
   unsigned parts = fits;
   if (fits <= most) {
-    part_blocks = kLeastBlocks;
+    part_blocks = kFinestCut;
     while ((parts = locate_part(w, 0, part_blocks, state).total) > most) part_blocks *= 2;
   }
   if (threadIdx.x == 0) state.part_blocks = part_blocks;

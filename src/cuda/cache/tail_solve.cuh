@@ -18,7 +18,7 @@ class FitSolver {
   static constexpr int kRows = D / kShare;          ///< each every kShare-th row of it
 
  public:
-  /// parts: slots of the `count` thread blocks that summed the fit.
+  /// parts: slots of the fit's `count` parts.
   __device__ FitSolver(const FitSlot<D>* parts, const int& count, FitSlot<D>& slot, SolveShared<D>& s)
       : parts_(parts), count_(count), slot_(slot), s_(s) {}
 
@@ -110,20 +110,15 @@ class FitSolver {
     if constexpr (Shape::kInShared) {
       // A tile a thread, and of those that are left an element a thread.
       static_assert((kTiles - kFitThreads) * 16 <= kFitThreads);
-      const auto left_row = [](int thread) { return Tile(kFitThreads + thread / 16).row + thread % 16 / 4; };
-      const auto left_column = [](int thread) { return Tile(kFitThreads + thread / 16).column + thread % 4; };
-      const bool has_left = kFitThreads + thread_ / 16 < kTiles;
-      double left = 0.0;
-      if (has_left) left = gram_element(from + left_row(thread_), from + left_column(thread_));
-      const bool has_own = kTiles >= kFitThreads || thread_ < kTiles;
-      double sums[4][4];
-      if (has_own) multiply_tile(from, Tile(thread_), sums);
+      const Tile own(thread_), left(kFitThreads + thread_ / 16);
+      const bool has_own = kTiles >= kFitThreads || thread_ < kTiles, has_left = kFitThreads + thread_ / 16 < kTiles;
+      const int row = left.row + thread_ % 16 / 4, column = left.column + thread_ % 4;
+      double sum = 0.0, sums[4][4];
+      if (has_left) sum = gram_element(from + row, from + column);
+      if (has_own) multiply_tile(from, own, sums);
       __syncthreads();
-      if (has_own) store_tile(Tile(thread_here()), sums);
-      if (has_left) {
-        const int row = left_row(thread_here()), column = left_column(thread_here());
-        matrix()[row * kPitch + column] = matrix()[column * kPitch + row] = left;
-      }
+      if (has_own) store_tile(own, sums);
+      if (has_left) matrix()[row * kPitch + column] = matrix()[column * kPitch + row] = sum;
     } else {
 #pragma unroll 1
       for (int tile = thread_; tile < kTiles; tile += kFitThreads) {

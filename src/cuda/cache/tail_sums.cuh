@@ -13,7 +13,7 @@ namespace fold::cuda::cache {
 template <int D>
 constexpr int kFlushBlocks = D == 256 ? 32 : 64;  ///< as many as shared memory has room for
 
-/// Memory of one thread block's fit in the workspace.
+/// Memory of a part's sums in the workspace, and of who solves its fit.
 template <int D>
 struct alignas(256) FitSlot {
   int64_t a[D * D];                // A's sums, rows and columns in the order of row_of; then Y, row-major
@@ -31,7 +31,7 @@ struct SumShape {
 };
 
 template <int D>
-constexpr int kBlockWords = kFlushBlocks<D> / 4 + 4;  ///< the same of blocks
+constexpr int kBlockWords = kFlushBlocks<D> / 4 + 4;  ///< kKeyWords' counterpart, of blocks
 
 /// A block is unpacked while the last one is still multiplied, where shared memory has room for both.
 template <int D>

@@ -2,6 +2,7 @@
 #include "cuda/cache/requests.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/async_copy.cuh"
+#include "cuda/rounding.cuh"
 #include "numerics/block.h"
 #include "numerics/tail.h"
 
@@ -26,7 +27,7 @@ constexpr int kKeyWords = kTile / 4 + 4;
 
 /// A block as it comes from memory.
 template <int D>
-struct alignas(128) BlockBytes {
+struct alignas(16) BlockBytes {
   uint8_t k_h[kTile * D / 2], v_h[kTile * D / 2], v_l[kTile * D / 2];
   int8_t v_b[kTile * D];
   uint16_t v_scale[kTile];
@@ -116,23 +117,20 @@ __device__ void unpack_codes(const BlockBytes<D>& bytes, const ShareAt<D>& at, K
   }
 }
 
-/// Adding it rounds a float below 2^22 in magnitude to an integer, ties to even, and leaves that in the low bits.
-constexpr float kWhole = 0x1.8p23f;
-
 /// y of a share. has_l, has_b: whether the cache keeps those planes of V; inverse_e: 1 / E_M. A reading is 256 a + b: a
-/// + 128 is the byte of both nibbles, b + 128 the other plane's byte with its sign turned. As the low bits of kWhole's,
-/// the two are a float. What a cache does not keep counts as zeros, for which another constant makes up.
+/// + 128 is the byte of both nibbles, b + 128 the other plane's byte with its sign turned. As the low bits of
+/// kRoundMagic the two are a float. What a cache does not keep counts as zeros, for which another constant makes up.
 template <int D>
 __device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, bool has_l, bool has_b, float inverse_e,
                               KeyOperands<D>& keys) {
-  const float zero = kWhole + 256 * 128 + (has_b ? 128 : has_l ? 0 : -numerics::kHalfReading);
+  const float zero = kRoundMagicFloat + 256 * 128 + (has_b ? 128 : has_l ? 0 : -numerics::kHalfReading);
   uint32_t y[4][4];  // channel, key
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     const int key = 4 * at.quad + n, nibbles = (key - n % 2) * (D / 2) + at.channel / 2;
     const uint32_t h = two_keys<D>(bytes.v_h + nibbles), l = has_l ? two_keys<D>(bytes.v_l + nibbles) : 0;
-    const uint32_t stored = *reinterpret_cast<const uint32_t*>(bytes.v_b + key * D + at.channel);
-    const uint32_t b = has_b ? stored ^ 0x80808080u : 0;
+    const int8_t* low = bytes.v_b + key * D + at.channel;
+    const uint32_t b = has_b ? *reinterpret_cast<const uint32_t*>(low) ^ 0x80808080u : 0;
     const float scale = numerics::from_bf16(bytes.v_scale[numerics::scale_slot(key)]);
     const float weight = numerics::fit_weight(scale, inverse_e);
 #pragma unroll
@@ -141,9 +139,9 @@ __device__ void unpack_values(const BlockBytes<D>& bytes, const ShareAt<D>& at, 
       const uint32_t readings = __byte_perm(b, a, (parity == 0 ? 0x5240 : 0x5341) + n % 2 * 0x2020);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t whole = __byte_perm(readings, numerics::bits_of(kWhole), i == 0 ? 0x7610 : 0x7632);
+        const uint32_t whole = __byte_perm(readings, kRoundMagic, i == 0 ? 0x7610 : 0x7632);
         const float reading = numerics::sub(numerics::float_of(whole), zero);
-        y[2 * i + parity][n] = numerics::bits_of(numerics::add(numerics::mul(reading, weight), kWhole));
+        y[2 * i + parity][n] = numerics::bits_of(numerics::add(numerics::mul(reading, weight), kRoundMagicFloat));
       }
     }
   }

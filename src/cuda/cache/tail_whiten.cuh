@@ -34,7 +34,7 @@ class Whitener {
   static_assert(kPanel <= kRank, "x has room for a panel");
 
  public:
-  /// parts: slots of the `count` thread blocks that summed the fit. matrix: L afterwards, column-major, element (i, k)
+  /// parts: slots of the fit's `count` parts. matrix: L afterwards, column-major, element (i, k)
   /// at k kPitch + i, without its diagonal; y: (D, D), row-major, may be A's sums of a part.
   __device__ Whitener(const FitSlot<D>* parts, const int& count, double* matrix, double* y, SolveShared<D>& s)
       : parts_(parts), count_(count), matrix_(matrix), y_(y), s_(s) {}
@@ -61,16 +61,16 @@ class Whitener {
 
   /// Step 1.
   __device__ void load_matrix() {
-    constexpr int kTogether = 8;
+    constexpr int kLoads = 8;
     if (thread_ == 0) s_.trace = 0;
     __syncthreads();
     unsigned long long trace = 0;
 #pragma unroll 1
-    for (int first = thread_; first < D * D; first += kTogether * kFitThreads) {
-      int64_t sums[kTogether];
+    for (int first = thread_; first < D * D; first += kLoads * kFitThreads) {
+      int64_t sums[kLoads];
       load_sums(&FitSlot<D>::a, first, kFitThreads, sums);
 #pragma unroll
-      for (int n = 0; n < kTogether; ++n) {
+      for (int n = 0; n < kLoads; ++n) {
         const int at = first + n * kFitThreads, i = channel_of<D>(at / D), j = channel_of<D>(at % D);
         matrix_[i * kPitch + j] = static_cast<double>(sums[n]);
         if (i == j) trace += static_cast<unsigned long long>(sums[n]);
@@ -123,20 +123,20 @@ class Whitener {
       s_.inverse[column] = numerics::div(1.0, pivot);
     }
     __syncthreads();
-    constexpr int kApart = kFitThreads / D, kMost = (kPanel + kApart - 1) / kApart;  // columns of a thread
+    constexpr int kStep = kFitThreads / D, kMost = (kPanel + kStep - 1) / kStep;  // columns of a thread
     const int i = thread_ % D;
     const double left = s_.x[i * kXPitch + k];
     double element[kMost];
 #pragma unroll
     for (int n = 0; n < kMost; ++n) {
-      const int j = k + 1 + thread_ / D + n * kApart;
+      const int j = k + 1 + thread_ / D + n * kStep;
       if (j >= kPanel || i < first + j) continue;
       const double factor = s_.x[(first + j) * kXPitch + k];
       element[n] = numerics::sub(s_.x[i * kXPitch + j], numerics::mul(left, factor));
     }
 #pragma unroll
     for (int n = 0; n < kMost; ++n) {
-      const int j = k + 1 + thread_ / D + n * kApart;
+      const int j = k + 1 + thread_ / D + n * kStep;
       if (j < kPanel && i >= first + j) s_.x[i * kXPitch + j] = element[n];
     }
     __syncthreads();
@@ -144,38 +144,38 @@ class Whitener {
 
   /// A_ij -= L_ik L_jk for the panel's k, ascending, and i >= j behind it: a warp has 4 columns of 64 rows at once.
   __device__ void subtract_panel(int first) {
-    constexpr int kColumns = 4, kSteps = 2;
+    constexpr int kAcross = 4, kDown = 2;
 #pragma unroll 1
-    for (int j = first + kPanel + kColumns * warp_; j < D; j += kColumns * kFitWarps) {
+    for (int j = first + kPanel + kAcross * warp_; j < D; j += kAcross * kFitWarps) {
 #pragma unroll 1
-      for (int top = j; top < D; top += 32 * kSteps) {
-        double element[kSteps][kColumns];
-        int row[kSteps];
+      for (int top = j; top < D; top += 32 * kDown) {
+        double element[kDown][kAcross];
+        int row[kDown];
 #pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
+        for (int n = 0; n < kDown; ++n) {
           row[n] = min(top + 32 * n + lane_, D - 1);
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) element[n][c] = matrix_[(j + c) * kPitch + row[n]];
+          for (int c = 0; c < kAcross; ++c) element[n][c] = matrix_[(j + c) * kPitch + row[n]];
         }
 #pragma unroll 4
         for (int k = 0; k < kPanel; ++k) {
-          double left[kSteps];
+          double left[kDown];
 #pragma unroll
-          for (int n = 0; n < kSteps; ++n) left[n] = s_.x[row[n] * kXPitch + k];
+          for (int n = 0; n < kDown; ++n) left[n] = s_.x[row[n] * kXPitch + k];
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
+          for (int c = 0; c < kAcross; ++c) {
             const double factor = s_.x[(j + c) * kXPitch + k];
 #pragma unroll
-            for (int n = 0; n < kSteps; ++n) {
+            for (int n = 0; n < kDown; ++n) {
               element[n][c] = numerics::sub(element[n][c], numerics::mul(left[n], factor));
             }
           }
         }
 #pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
+        for (int n = 0; n < kDown; ++n) {
           if (top + 32 * n + lane_ >= D) continue;
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c) matrix_[(j + c) * kPitch + row[n]] = element[n][c];
+          for (int c = 0; c < kAcross; ++c) matrix_[(j + c) * kPitch + row[n]] = element[n][c];
         }
       }
     }

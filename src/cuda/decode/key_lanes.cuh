@@ -3,13 +3,11 @@
 #include "cuda/decode/visible.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/ptx/warp_mma.cuh"
+#include "cuda/rounding.cuh"
 #include "numerics/exp2.h"
 
 // What warps share that hold a tile of 64 keys: lane 4 g + c has the keys g + 8 i of query row 4 t + c.
 namespace fold::cuda {
-
-constexpr int kRoundMagic = 0x4B400000;
-constexpr float kRoundMagicFloat = 0x1.8p+23f;  // its bits are kRoundMagic: an integer added to those adds to the float
 
 /// 2^(x + Fraction), for x up to numerics::kExp2Max; as `low` if it is smaller, which rounds to the same weight. With
 /// Fraction = kFraction: fix(x, r) = round_u32(mul(scaled_exp2(x), r)), as scaling by a power of two commutes with
