@@ -8,10 +8,24 @@
 namespace fold::cuda {
 namespace {
 
+/// What makes a graph may allocate memory, which CUDA forbids while any thread captures in its global mode, as torch
+/// does, unless the calling thread says that it knows what it does: nothing here is part of that capture.
+class UnsafeCallsAllowed {
+ public:
+  UnsafeCallsAllowed() { require_success(cudaThreadExchangeStreamCaptureMode(&mode_), "the thread's capture mode"); }
+  UnsafeCallsAllowed(const UnsafeCallsAllowed&) = delete;
+  UnsafeCallsAllowed& operator=(const UnsafeCallsAllowed&) = delete;
+  ~UnsafeCallsAllowed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // of the thread before, in between
+};
+
 /// A graph of kernels one after the other, ready to run on one stream.
 class Executable {
  public:
   explicit Executable(std::vector<KernelCall> calls) : calls_(std::move(calls)) {
+    const UnsafeCallsAllowed allowed;
     cudaGraph_t graph = nullptr;
     require_success(cudaGraphCreate(&graph, 0), kWhat);
     try {

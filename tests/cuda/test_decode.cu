@@ -114,7 +114,8 @@ TEST_P(DecodeDevice, ALongRange) {
   c.layout.n_kv_heads = 1;
   c.lengths = {33300};
   c.splits = 1;
-  for (const auto& [dim, group] : {std::pair<int64_t, int64_t>{64, 2}, {64, 14}, {128, 6}, {128, 16}}) {
+  for (const auto& [dim, group] :
+       {std::pair<int64_t, int64_t>{64, 2}, {64, 14}, {128, 6}, {128, 16}, {256, 3}, {256, 8}}) {
     c.layout.head_dim = dim;
     c.group = group;
     compare(c);

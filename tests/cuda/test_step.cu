@@ -1,6 +1,7 @@
 // Whole decoding steps through the API: the device has the CPU's bytes (P4 of docs/numerics.md), and what its tensors
 // hold that makes no sense is harmless.
 #include <functional>
+#include <thread>
 
 #include "step_testing.h"
 
@@ -19,43 +20,79 @@ struct StepCase {
   float v_spread = 1;                                       // of the new values; the cache's is 1
 };
 
-void compare_step(Scene& s, const StepCase& c) {
-  const int64_t b = s.requests, t = c.tokens, hk = s.layout.n_kv_heads, h = kGroup * hk, d = s.layout.head_dim;
-  auto q = normal(s.random, {b, t, h, d}, 3), k = normal(s.random, {b * t, hk, d}),
-       v = normal(s.random, {b * t, hk, d}, c.v_spread);
-  auto table = s.table(), before = integers(s.before), q_lens = integers(c.q_lens);
-  Both<int64_t> slots(DType::i64, {b * t}, c.slots ? c.slots(s) : std::vector<int64_t>());
-  auto depth = filled(DType::f32, {1}, 12.0f), sinks = normal(s.random, {h});
-  auto out = filled(DType::f32, {b, t, h, d}, 7.0f), lse = filled(DType::f32, {b, h, t}, 7.0f);
-  auto bytes = filled(DType::i64, {b, t, hk}, int64_t{-1});
-  const auto view = [](auto& both, bool there) { return there ? both.there() : both.here(); };
-  const auto arguments = [&](bool there) {
-    StepArgs args{.k = view(k, there), .v = view(v, there), .slot_mapping = {}, .decode = {}};
-    if (c.slots) args.slot_mapping = view(slots, there);
-    args.decode.q = view(q, there);
-    args.decode.block_table = view(table, there);
-    args.decode.seqlens = view(before, there);
-    if (!c.q_lens.empty()) args.decode.q_lens = view(q_lens, there);
-    args.decode.depth = view(depth, there);
-    args.decode.sinks = view(sinks, there);
+/// What a step is told and what comes of it, on both sides.
+class StepOfBoth {
+ public:
+  StepOfBoth(Scene& scene, const StepCase& c)
+      : s_(scene),
+        slots_(DType::i64, {scene.requests * c.tokens}, c.slots ? c.slots(scene) : std::vector<int64_t>()),
+        q_(normal(scene.random, {scene.requests, c.tokens, heads(), head_dim()}, 3)),
+        k_(normal(scene.random, {scene.requests * c.tokens, kv_heads(), head_dim()})),
+        v_(normal(scene.random, {scene.requests * c.tokens, kv_heads(), head_dim()}, c.v_spread)),
+        sinks_(normal(scene.random, {heads()})),
+        table_(scene.table()),
+        before_(integers(scene.before)),
+        q_lens_(integers(c.q_lens)),
+        depth_(filled(DType::f32, {1}, 12.0f)),
+        out_(filled(DType::f32, {scene.requests, c.tokens, heads(), head_dim()}, 7.0f)),
+        lse_(filled(DType::f32, {scene.requests, heads(), c.tokens}, 7.0f)),
+        bytes_(filled(DType::i64, {scene.requests, c.tokens, kv_heads()}, int64_t{-1})),
+        workspace_(decode_step_workspace(scene.pools.device(), arguments(true))) {}
+
+  void run_on_device(cudaStream_t stream) {
+    decode_step(s_.pools.device(), arguments(true), results(true), {.stream = stream, .workspace = workspace_.view()});
+  }
+
+  /// Waits for the device.
+  void compare() {
+    check(cudaDeviceSynchronize());
+    decode_step(s_.pools.host(), arguments(false), results(false));
+    s_.pools.expect_same("pages");
+    out_.expect_same("out");
+    lse_.expect_same("lse");
+    bytes_.expect_same("bytes read");
+  }
+
+ private:
+  int64_t kv_heads() const { return s_.layout.n_kv_heads; }
+  int64_t heads() const { return kGroup * kv_heads(); }
+  int64_t head_dim() const { return s_.layout.head_dim; }
+
+  template <typename T>
+  static TensorView view(Both<T>& both, bool there) {
+    return both.host.empty() ? TensorView() : there ? both.there() : both.here();
+  }
+  StepArgs arguments(bool there) {
+    StepArgs args{.k = view(k_, there), .v = view(v_, there), .slot_mapping = view(slots_, there), .decode = {}};
+    args.decode.q = view(q_, there);
+    args.decode.block_table = view(table_, there);
+    args.decode.seqlens = view(before_, there);
+    args.decode.q_lens = view(q_lens_, there);
+    args.decode.depth = view(depth_, there);
+    args.decode.sinks = view(sinks_, there);
     return args;
-  };
-  const auto results = [&](bool there) {
+  }
+  DecodeResults results(bool there) {
     DecodeResults r;
-    r.out = view(out, there);
-    r.lse = view(lse, there);
-    r.bytes_read = view(bytes, there);
+    r.out = view(out_, there);
+    r.lse = view(lse_, there);
+    r.bytes_read = view(bytes_, there);
     return r;
-  };
-  const StepArgs device_arguments = arguments(true);
-  const Workspace workspace(decode_step_workspace(s.pools.device(), device_arguments));
-  decode_step(s.pools.device(), device_arguments, results(true), {.stream = nullptr, .workspace = workspace.view()});
-  check(cudaDeviceSynchronize());
-  decode_step(s.pools.host(), arguments(false), results(false));
-  s.pools.expect_same("pages");
-  out.expect_same("out");
-  lse.expect_same("lse");
-  bytes.expect_same("bytes read");
+  }
+
+  Scene& s_;
+  Both<int64_t> slots_;
+  Both<float> q_, k_, v_, sinks_;
+  Both<int32_t> table_, before_, q_lens_;
+  Both<float> depth_, out_, lse_;
+  Both<int64_t> bytes_;
+  Workspace workspace_;
+};
+
+void compare_step(Scene& s, const StepCase& c) {
+  StepOfBoth step(s, c);
+  step.run_on_device(nullptr);
+  step.compare();
 }
 
 TEST_P(Step, OneTokenEach) {
@@ -151,6 +188,23 @@ TEST_F(Steps, TakeAlignedPagesOnly) {
   refused([&] { decode(shifted, args, results); });
   refused([&] { cache_write_workspace(shifted, write); });
   refused([&] { cache_write(shifted, write); });
+}
+
+/// The first of their kind on a stream, for which a graph is made.
+TEST_F(Steps, RunBesideACaptureOfAnotherThread) {
+  Scene s({.n_kv_heads = 3, .head_dim = 64, .page_size = 64}, {100, 1023}, 8);
+  StepOfBoth step(s, {});
+  cudaStream_t captured, stream;
+  for (cudaStream_t* const each : {&captured, &stream}) {
+    check(cudaStreamCreateWithFlags(each, cudaStreamNonBlocking));
+  }
+  check(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+  std::thread([&] { EXPECT_NO_THROW(step.run_on_device(stream)); }).join();
+  cudaGraph_t graph;
+  check(cudaStreamEndCapture(captured, &graph));  // fails if the step has spoilt it
+  step.compare();
+  check(cudaGraphDestroy(graph));
+  for (const cudaStream_t each : {captured, stream}) check(cudaStreamDestroy(each));
 }
 
 /// Lengths and numbers of tokens that cannot be bring nothing; neighbours do not notice.

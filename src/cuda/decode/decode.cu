@@ -211,34 +211,39 @@ constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
 /// Rows summed 4, 8 or 12 at a time. False: there are more.
 template <int D, template <int, int> class Summer>
-bool launch_up_to_12(const Step& step, int multiprocessors, cudaStream_t stream) {
+bool launch_few_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
+  constexpr int kMost = D == 256 ? 8 : 12;  // what registers and shared memory hold
   const int rows = step.workspace.rows;
-  if (rows > 12) return false;
+  if (rows > kMost) return false;
   if (rows <= 4) {
     launch_step<D, Summer<D, 1>>(step, multiprocessors, stream);
   } else if (rows <= 8) {
     launch_step<D, Summer<D, 2>>(step, multiprocessors, stream);
-  } else {
+  } else if constexpr (kMost > 8) {
     launch_step<D, Summer<D, 3>>(step, multiprocessors, stream);
   }
   return true;
 }
 
-/// Up to 12 rows are summed by DenseSummer where every value is read, by NarrowSummer where there is a tail model, or
-/// many short requests, most of whose values are read, else by StreamSummer; up to 16 by NarrowSummer, any number by
-/// RangeSummer.
+/// Up to 12 rows (head dim 256: 8) are summed by DenseSummer where every value is read, by NarrowSummer where there is
+/// a tail model, head dim 256, or many short requests, most of whose values are read, else by StreamSummer; up to 16 by
+/// NarrowSummer (but for head dim 256), any number by RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
-  if constexpr (D <= 128) {
-    const bool every = step.params.depth == nullptr && step.params.gates == nullptr;
-    const bool many_short = step.workspace.groups > kManyGroups * multiprocessors &&
-                            step.max_pages * step.params.cache.layout.page_size <= kShortKeys;
-    const bool narrow = step.params.cache.layout.tail || many_short;
-    if (every    ? launch_up_to_12<D, DenseSummer>(step, multiprocessors, stream)
-        : narrow ? launch_up_to_12<D, NarrowSummer>(step, multiprocessors, stream)
-                 : launch_up_to_12<D, StreamSummer>(step, multiprocessors, stream)) {
+  const plan::CacheView& cache = step.params.cache;
+  if (step.params.depth == nullptr && step.params.gates == nullptr) {
+    if (launch_few_rows<D, DenseSummer>(step, multiprocessors, stream)) return;
+  } else if constexpr (D == 256) {
+    if (launch_few_rows<D, NarrowSummer>(step, multiprocessors, stream)) return;
+  } else {
+    const bool many_short =
+        step.workspace.groups > kManyGroups * multiprocessors && step.max_pages * cache.layout.page_size <= kShortKeys;
+    if (cache.layout.tail || many_short ? launch_few_rows<D, NarrowSummer>(step, multiprocessors, stream)
+                                        : launch_few_rows<D, StreamSummer>(step, multiprocessors, stream)) {
       return;
     }
+  }
+  if constexpr (D <= 128) {
     if (step.workspace.rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
   }
   launch_step<D, RangeSummer<D>>(step, multiprocessors, stream);

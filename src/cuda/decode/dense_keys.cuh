@@ -38,8 +38,10 @@ __device__ auto DenseSummer<D, Quads>::score(const TileKeys& keys, int n) -> Dee
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        // D0 is below 2^22: exact beside the magic number.
-        const float d0 = numerics::sub(__int_as_float(2 * of_h[2 * j] + row.first_sum), kRoundMagicFloat);
+        const int magic_d0 = 2 * of_h[2 * j] + row.first_sum;
+        // Up to head dim 128 below 2^22: exact beside the magic number.
+        const float d0 = D <= 128 ? numerics::sub(__int_as_float(magic_d0), kRoundMagicFloat)
+                                  : static_cast<float>(magic_d0 - kRoundMagic);
         x[j][t] = numerics::fma(numerics::mul(d0, row.unit_0), e_k[j], row.neg_z);
         asks_low[j] |= numerics::fma(row.margin, e_k[j], x[j][t]) >= -row.k_l;
       }
@@ -82,7 +84,7 @@ __device__ auto DenseSummer<D, Quads>::score(const TileKeys& keys, int n) -> Dee
 
 template <int D, int Quads>
 __device__ void DenseSummer<D, Quads>::prefetch(int section, unsigned wanted, int sub) const {
-  if constexpr (D == 128) {
+  if constexpr (D >= 128) {
     const uint8_t* const rows = now_.at(section, D) + (16 * sub + g_) * D;
     ptx::prefetch_if(c_ == 0 && (wanted & 1) != 0, rows);
     ptx::prefetch_if(c_ == 0 && (wanted & 2) != 0, rows + 8 * D);

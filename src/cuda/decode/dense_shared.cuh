@@ -8,7 +8,7 @@ namespace fold::cuda {
 template <int D, int Quads>
 struct DenseShared {
   static constexpr int kRows = 4 * Quads;
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = D == 256 && Quads == 1 ? 6 : 4;
   static constexpr int kThreads = 32 * kWarps;
   /// Warps that share the channels of their tiles' values, so that each has registers for its sums.
   static constexpr int kTeam = D * Quads < 128 ? 1 : D * Quads <= 256 ? 2 : 4;

@@ -15,7 +15,10 @@ class DenseSummer {
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
   static constexpr bool kFillsWaves = true;   ///< more groups than fit at once are cut further for full waves
   static constexpr int kThreads = Shared::kThreads;
-  static constexpr int kCtas = D == 64 ? (Quads <= 2 ? 4 : 2) : Quads == 1 ? 3 : 2;  ///< a multiprocessor
+  static constexpr int kCtas = D == 64      ? (Quads <= 2 ? 4 : 2)
+                               : D == 256   ? 1
+                               : Quads == 1 ? 3
+                                            : 2;  ///< a multiprocessor
 
   __device__ DenseSummer(const Step& step, RangeTask& task, Shared& __restrict__ shared)
       : step_(step),

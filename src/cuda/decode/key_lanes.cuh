@@ -128,7 +128,7 @@ __device__ inline int level_0(const int (&dot)[4], int j, int sum_255) { return 
 /// Where the 16-byte piece of a gathered row of K's plane b stands: rows are read eight at a time.
 template <int D>
 __device__ int swizzled(int row, int piece) {
-  return row * D + 16 * (piece ^ (D == 128 ? row & 7 : row >> 1 & 3));
+  return row * D + 16 * (piece ^ (D >= 128 ? row & 7 : row >> 1 & 3));
 }
 
 // V rows of D bytes in shared memory, keys as rows, on their way to a product whose inner dimension is keys.
@@ -136,7 +136,7 @@ __device__ int swizzled(int row, int piece) {
 /// Where the 16-byte piece of a row stands; a transposed load reads eight rows (see named_row) at once.
 template <int D>
 __device__ int place_of_row(int row, int piece) {
-  const int turn = D == 128 ? (row >> 2 & 3) * 2 + (row & 1) : row >> 2 & 3;
+  const int turn = D >= 128 ? (row >> 2 & 3) * 2 + (row & 1) : row >> 2 & 3;
   return row * D + 16 * (piece ^ turn);
 }
 
@@ -164,6 +164,7 @@ __device__ inline void load_pairs(uint32_t address, uint32_t (&even)[2], uint32_
 template <int D>
 __device__ int place_of_value(int key, int piece) {
   const int i = key / 8, r = key % 8;
+  if constexpr (D == 256) return key * 128 + 16 * (piece ^ (r % 2 * 4 + i / 4 * 2 + i % 2));
   if constexpr (D == 128) return key * 64 + 16 * (piece ^ (i / 4 * 2 + i % 2));
   return (8 * i + (r ^ i / 4 * 2)) * 32 + 16 * (piece ^ i % 2);
 }

@@ -13,7 +13,7 @@ template <int D, int Quads>
 struct NarrowShared {
   static constexpr int kRows = 4 * Quads;
   /// Tiles of a chunk, warps of a CTA. Of so many rows and channels four warps' registers would not hold the sums.
-  static constexpr int kChunkTiles = D == 128 && Quads == 4 ? 8 : 4;
+  static constexpr int kChunkTiles = D == 256 || (D == 128 && Quads == 4) ? 8 : 4;
   static constexpr int kThreads = 32 * kChunkTiles;
   static constexpr int kRowStride = kTile + 4;  // words; keeps rows off each other's banks
 

@@ -31,7 +31,7 @@ class NarrowSummer {
   static constexpr bool kStartsEarly = true;  ///< before the references are declared
   static constexpr bool kFillsWaves = false;  ///< more groups than fit at once are cut further for full waves
   static constexpr int kThreads = Shared::kThreads;
-  static constexpr int kCtas = Quads == 1 ? 4 : Quads == 2 ? 3 : Shared::kChunkTiles == 4 ? 2 : 1;
+  static constexpr int kCtas = D == 256 ? 1 : Quads == 1 ? 4 : Quads == 2 ? 3 : Shared::kChunkTiles == 4 ? 2 : 1;
 
   __device__ void run();
 

@@ -44,15 +44,18 @@ template <int D, int Quads>
 __device__ void NarrowSummer<D, Quads>::store_mean(int round) {
   __syncwarp();
   const int slot = w_.live - kSlots * round;
-  if (w_.slots == w_.live || slot < 0 || slot >= kSlots || lane_ >= D / 4) return;
-  const uint32_t bytes = reinterpret_cast<const uint32_t*>(mean_row(warp_))[lane_] ^ 0x80808080u;
-  const uint32_t even = __byte_perm(bytes, 0, 0x4420), odd = __byte_perm(bytes, 0, 0x4431);
-  const auto store = [&](int first_piece, uint32_t nibbles) {
-    const int at = place_of_row<D>(slot, first_piece + lane_ / 8) + 2 * (lane_ % 8);
-    *reinterpret_cast<uint16_t*>(s_.rows[warp_] + at) = static_cast<uint16_t>(nibbles);
-  };
-  store(0, ptx::join_nibbles(even, odd >> 4));
-  store(kPieces, ptx::join_nibbles(even << 4, odd));
+  if (w_.slots == w_.live || slot < 0 || slot >= kSlots) return;
+#pragma unroll
+  for (int word = lane_; word < D / 4; word += 32) {
+    const uint32_t bytes = reinterpret_cast<const uint32_t*>(mean_row(warp_))[word] ^ 0x80808080u;
+    const uint32_t even = __byte_perm(bytes, 0, 0x4420), odd = __byte_perm(bytes, 0, 0x4431);
+    const auto store = [&](int first_piece, uint32_t nibbles) {
+      const int at = place_of_row<D>(slot, first_piece + word / 8) + 2 * (word % 8);
+      *reinterpret_cast<uint16_t*>(s_.rows[warp_] + at) = static_cast<uint16_t>(nibbles);
+    };
+    store(0, ptx::join_nibbles(even, odd >> 4));
+    store(kPieces, ptx::join_nibbles(even << 4, odd));
+  }
 }
 
 template <int D, int Quads>

@@ -3,7 +3,7 @@
 #include "cuda/decode/narrow_values.cuh"
 #include "cuda/decode/narrow_weights.cuh"
 
-// The sums of a range of tiles for groups of up to 16 rows, D = 64 or 128, with the tail model or without
+// The sums of a range of tiles for groups of up to 16 rows (D = 256: 8), with the tail model or without
 // (docs/numerics.md, sections 6 and 7).
 //
 // A CTA of four (or eight) warps takes a chunk of as many tiles at a time. Each warp scores a tile alone: level 0 of
