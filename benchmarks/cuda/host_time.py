@@ -1,8 +1,9 @@
 """How long the host takes to submit one decode step in eager mode: `python benchmarks/cuda/host_time.py`.
 
 Steps are submitted in short bursts to an idle GPU, so that nobody waits for it; the median burst counts. Ways: with
-block table and lengths of the caller's on the GPU, as serving engines keep them, with and without the append, and with
-requests that the cache manages, whose tables the host advances. `--profile` prints where Python spends the time.
+block table and lengths of the caller's on the GPU, as serving engines keep them, with memory for the output or without,
+with and without the append; and with requests that the cache manages, whose tables the host advances. `--profile`
+prints where Python spends the time.
 """
 
 import cProfile
@@ -58,13 +59,23 @@ def main(
     def with_tables() -> Any:
         return fold_attn_with_kvcache(q, cache, k, k, block_table=table, cache_seqlens=held)
 
+    out = torch.empty_like(q)
+
+    def with_out() -> Any:
+        return fold_attn_with_kvcache(q, cache, k, k, block_table=table, cache_seqlens=held, out=out)
+
     def attend() -> Any:
         return fold_attn_with_kvcache(q, cache, block_table=table, cache_seqlens=held)
 
     def managed() -> Any:
         return cache.decode(q, k, k)
 
-    ways = {"tables of the caller's": with_tables, "the same, no append": attend, "managed requests": managed}
+    ways = {
+        "tables of the caller's": with_tables,
+        "the same, out given": with_out,
+        "the same, no append": attend,
+        "managed requests": managed,
+    }
     rows = {name: host_microseconds(step) for name, step in ways.items()}
     kind = "with the tail model" if tail else "without a tail model"
     report.show(

@@ -83,7 +83,7 @@ def fold_attn_with_kvcache(
             is padding; with k and v, so is length 0 with a first page id below 0.
         slot_mapping: (batch * T,) int64: page * page_size + slot of each token of k, or -1 for padding, which comes
             last in a request. It must agree with `block_table`.
-        out: where to write the output; its dtype is the output's.
+        out: where to write the output; its dtype is the output's. It may be q itself, but overlap no input otherwise.
         out_dtype: dtype of the output: the cache's `dtype` by default, else q's.
         splits: how many parts the keys are split into; changes no bits. `num_splits` is the same argument.
         return_softmax_lse: the same as return_lse. causal: must be True unless T is 1. softcap: must be 0.
@@ -134,7 +134,7 @@ def fold_attn_with_kvcache(
         whole("splits", splits or num_splits),
     )
     want_lse = return_lse or return_softmax_lse
-    asked = (_out_dtype(q, cache, out, out_dtype), return_info, want_lse)
+    asked = (_out_dtype(q, cache, out, out_dtype), return_info, want_lse, out)
     if k is not None and v is not None:
         rows = (_new_rows("k", k, batch, tokens), _new_rows("v", v, batch, tokens))
         if table is None:
@@ -150,7 +150,9 @@ def fold_attn_with_kvcache(
             raise bad_value("slot_mapping", "a tensor", "allowed: None without k and v")
         pages, lengths = cache.tables(ids) if table is None else (table, _lengths(cache_seqlens, q))
         results = decode_ops.run_decode(asked, q, cache.storage, cache.layout, pages, lengths, q_lens, *options)
-    result = results[0] if out is None else out.copy_(results[0])
+    result = results[0]
+    if out is not None and result is not out:
+        result = out.copy_(result)
     if not (want_lse or return_info):
         return result
     returned: list[Any] = [result]
@@ -329,9 +331,9 @@ def _out_dtype(q: Tensor, cache: "FoldKVCache", out: Tensor | None, out_dtype: t
     require_tensor("out", out)
     if out.shape != q.shape:
         raise bad_value("out.shape", tuple(out.shape), f"allowed: {tuple(q.shape)}, as q")
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    if 0 in out.stride() and any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.stride(), strict=True)):
         raise bad_value("out.stride", out.stride(), "must not be 0 in a tensor that is written")
-    if out.device != q.device:
+    if out.get_device() != q.get_device():
         raise bad_type("out.device", out.device, f"allowed: {q.device}, as q")
     if out.requires_grad:
         raise bad_value("out.requires_grad", True, "allowed: False; what is cached carries no gradient")

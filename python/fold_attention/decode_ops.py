@@ -17,7 +17,7 @@ from fold_attention.dispatch import is_watched, wants_gradient
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 OptionalResults = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-Asked = tuple[torch.dtype, bool, bool]  #: of out; whether info, whether lse is wanted
+Asked = tuple[torch.dtype, bool, bool, Tensor | None]  #: of out; whether info, whether lse is wanted; where out may go
 
 
 @torch.library.custom_op("fold_attention::cache_write", mutates_args=("storage",))
@@ -114,9 +114,9 @@ def run_cache_write(storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor
 
 
 def run_decode(asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], *inputs: Any) -> OptionalResults:
-    """`decode`; what is not asked for may be None, or empty."""
-    if is_watched(q) or wants_gradient(q):
-        out_dtype, info, _ = asked
+    """`decode`; what is not asked for may be None, or empty. Out is the given one if that was possible."""
+    out_dtype, info, _, out = asked
+    if is_watched(q, out) or wants_gradient(q):
         results: OptionalResults = decode(q, storage, layout, *inputs, out_dtype, info)
         return results
     results = _wanted_results(asked, q, layout)
@@ -127,9 +127,9 @@ def run_decode(asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], 
 def run_decode_step(
     asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], k: Tensor, v: Tensor, *inputs: Any
 ) -> OptionalResults:
-    """`decode_step`; what is not asked for may be None, or empty."""
-    if is_watched(q, k, v) or wants_gradient(q, k, v):
-        out_dtype, info, _ = asked
+    """`decode_step`; what is not asked for may be None, or empty. Out is the given one if that was possible."""
+    out_dtype, info, _, out = asked
+    if is_watched(q, k, v, out) or wants_gradient(q, k, v):
         results: OptionalResults = decode_step(q, storage, layout, k, v, *inputs, out_dtype, info)
         return results
     results = _wanted_results(asked, q, layout)
@@ -147,19 +147,26 @@ def _run(results: OptionalResults, *arguments: Any) -> None:
 
 
 def _wanted_results(asked: Asked, q: Tensor, layout: Sequence[int]) -> OptionalResults:
-    out_dtype, info, want_lse = asked
-    if info:
-        return _results(q, layout, out_dtype, info)
-    out = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
-    return out, q.new_empty(_lse_shape(q), dtype=torch.float32) if want_lse else None, None, None, None, None
+    out_dtype, info, want_lse, out = asked
+    if out is None or out.stride(-1) != 1:
+        out = torch.empty_like(q, dtype=out_dtype, memory_format=torch.contiguous_format)
+    else:
+        torch.autograd.graph.increment_version(out)  # the library writes unseen
+    lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if info or want_lse else None
+    return out, lse, *(_new_info(q, layout) if info else (None,) * 4)
 
 
 def _results(q: Tensor, layout: Sequence[int], out_dtype: torch.dtype, info: bool) -> Results:
-    rows = q.shape[:-1] if info else (0,)
-    heads = (*q.shape[:-2], layout[0]) if info else (0,)
+    """All tensors, as operators return them."""
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    return out, lse, *_new_info(q, layout, info)
+
+
+def _new_info(q: Tensor, layout: Sequence[int], wanted: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of no size if not wanted."""
+    rows = q.shape[:-1] if wanted else (0,)
+    heads = (*q.shape[:-2], layout[0]) if wanted else (0,)
     return (
-        q.new_empty(q.shape, dtype=out_dtype),
-        q.new_empty(_lse_shape(q), dtype=torch.float32),
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(rows, dtype=torch.float32),
         q.new_empty(rows, dtype=torch.bool),

@@ -109,6 +109,26 @@ def test_output_dtypes():
     assert int(pool.isnan().sum()) == pool.numel() - out.numel()
 
 
+def test_output_into_memory_of_the_callers():
+    """Any strides, q itself, with and without the append; autograd is told."""
+    q, k, v = layer(200)
+    cache = FoldKVCache(1, 4, 2, 64, 201)
+    cache.append(k[None], v[None])
+    table, held = cache.tables()
+    tables: dict[str, Any] = {"block_table": table, "cache_seqlens": held - 1}
+    for new in ({}, {"k": k[-1:], "v": v[-1:]}):
+        want = fold_attn_with_kvcache(q[-1:], cache, **new, **tables)
+        for out in (torch.empty_like(want), torch.empty(1, 4, 64, 2, dtype=q.dtype)[..., 0], q[-1:].clone()):
+            rows = out if out.equal(q[-1:]) else q[-1:]
+            version = out._version
+            assert fold_attn_with_kvcache(rows, cache, **new, **tables, out=out) is out
+            assert out._version > version
+            assert_same_bytes(out, want)
+        with torch.inference_mode():
+            out = torch.empty_like(want)
+            assert_same_bytes(fold_attn_with_kvcache(q[-1:], cache, **new, **tables, out=out), want)
+
+
 def test_depth_of_the_cache_of_a_call_and_of_a_row():
     q, k, v = layer(1300)
     cache = filled([1300], [(q, k, v)], depth=6.0)
