@@ -208,6 +208,9 @@ class BothPools {
     std::copy(got.begin() + start_, got.begin() + start_ + pages_ * stride_, host_.begin() + start_);
   }
 
+  /// The device's pages become the host's.
+  void give_pages() { device_.set(host_); }
+
   /// Every byte, those around the pages included.
   void expect_same(const std::string& what) const {
     const std::vector<uint8_t> got = device_.back();
