@@ -3,14 +3,13 @@
 Needs a GPU that the backend runs on; docs/cuda.md says how these tests are run there.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from attention_reference import assert_same_bytes, assert_within, attention
 from cache_testing import HUGE_PAGE, exact, layer, starts
+from cuda_cache_testing import GPU, LENGTHS, both, needs_gpu, same
 from torch import Tensor
 
 from fold_attention import (
@@ -21,43 +20,9 @@ from fold_attention import (
     fold_attn_varlen_func,
     fold_attn_with_kvcache,
     partial_attention,
-    supports,
 )
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not supports("cache", device="cuda")[0], reason="no GPU, or no CUDA backend"
-)
-GPU = torch.device("cuda:0")
-LENGTHS = (1, 63, 64, 65, 257, 1024, 1301)
-
-
-def both(lengths: Any, layers: Any, room: int = 0, **options: Any) -> tuple[FoldKVCache, FoldKVCache]:
-    """The same requests on the CPU and on the GPU, in pools that read as NaN where nothing was written."""
-    q, k, _ = layers[0]
-    caches = []
-    for device in ("cpu", GPU):
-        cache = FoldKVCache(
-            len(lengths), q.shape[1], k.shape[1], q.shape[2], max(lengths) + room, device=device, **options
-        )
-        cache.storage.fill_(0xFF)
-        keys, values = (torch.cat([x[i][:n] for x, n in zip(layers, lengths, strict=True)]) for i in (1, 2))
-        cache.write_prompt(keys.to(device), values.to(device), starts(lengths).to(device))
-        caches.append(cache)
-    return caches[0], caches[1]
-
-
-def same(here: Any, there: Any, what: str = "") -> None:
-    """Tensors, tuples and mappings of them, on the CPU and on the GPU."""
-    if isinstance(here, Tensor):
-        assert there.device == GPU
-        assert_same_bytes(here, there.cpu(), what)
-    elif isinstance(here, dict):
-        assert here.keys() == there.keys()
-        for key, value in here.items():
-            same(value, there[key], f"{what} {key}")
-    else:
-        for a, b in zip(here, there, strict=True):
-            same(a, b, what)
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4, (16, 8), (4, 16)])
@@ -251,37 +216,6 @@ def test_a_captured_step_replays_at_other_lengths():
         graph.replay()
         same(step(arguments, cache), result, f"lengths {now}")
         same(cache.storage, pool, f"pages after {now}")
-
-
-def test_steps_of_several_threads_and_streams_keep_their_bits():
-    """Outside of a capture a step's kernels are submitted as a graph that is kept, for calls with other parameters."""
-    steps = []  # what to call, and what comes of it
-    for lengths in ((1301,), (65, 257, 1024), LENGTHS):
-        layers = [layer(n, 8, 2, 64, n) for n in lengths]
-        q = torch.stack([x[0][-1] for x in layers])
-        for tail in (True, False):
-            here, there = both(lengths, layers, tail=tail)
-            table, held = there.tables()
-            tables: dict[str, Any] = {"block_table": table, "cache_seqlens": held}
-            for depth in (None, 10.0):
-                call = partial(fold_attn_with_kvcache, cache=there, depth=depth, return_lse=True, **tables)
-                steps.append((call, q.to(GPU), here.attend(q, depth=depth, return_lse=True)))
-    torch.cuda.synchronize()
-
-    def work(thread: int) -> list[tuple[int, Any]]:
-        order = torch.randperm(8 * len(steps), generator=torch.Generator().manual_seed(thread)) % len(steps)
-        results, stream = [], torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for at in order.tolist():
-                call, q, _ = steps[at]
-                results.append((at, call(q.clone())))  # in memory that differs from call to call
-        stream.synchronize()
-        return results
-
-    with ThreadPoolExecutor(4) as threads:
-        for results in threads.map(work, range(4)):
-            for at, result in results:
-                same(steps[at][2], result, f"step {at}")
 
 
 def test_pages_that_do_not_exist_are_no_pages():
