@@ -56,12 +56,14 @@ DecodeArgs arguments(const Tensor& q, const Tensor& block_table, const Tensor& s
 }
 
 /// k and v are given for a step that writes first; seqlens are then the keys before it. A query of one token may do
-/// without its axis; its results are then without it too.
-void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor v, OptionalTensor slot_mapping,
-         Tensor block_table, Tensor seqlens, OptionalTensor q_lens, OptionalTensor tree, OptionalTensor depth,
-         OptionalTensor sinks, double softmax_scale, int64_t window_left, int64_t splits, OptionalTensor gates,
-         double reference_shift, Tensor out, OptionalTensor lse, OptionalTensor kept_fraction,
-         OptionalTensor dropped_mass, OptionalTensor recomputed, OptionalTensor bytes_read) {
+/// without its axis; its results are then without it too. On a GPU a workspace may be given; returns the bytes of one
+/// that would have done if it did not, else 0.
+int64_t run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor v, OptionalTensor slot_mapping,
+            Tensor block_table, Tensor seqlens, OptionalTensor q_lens, OptionalTensor tree, OptionalTensor depth,
+            OptionalTensor sinks, double softmax_scale, int64_t window_left, int64_t splits, OptionalTensor gates,
+            double reference_shift, Tensor out, OptionalTensor lse, OptionalTensor kept_fraction,
+            OptionalTensor dropped_mass, OptionalTensor recomputed, OptionalTensor bytes_read,
+            OptionalTensor workspace) {
   const CacheStorage cache = storage_of(layout, storage);
   DecodeArgs args = arguments(q, block_table, seqlens, q_lens, tree, depth, sinks, softmax_scale, window_left, splits);
   if (gates.has_value()) {
@@ -82,15 +84,17 @@ void run(Tensor q, Tensor storage, Ints layout, OptionalTensor k, OptionalTensor
                               .dropped_mass = rows(view(dropped_mass, "dropped_mass")),
                               .recomputed = rows(view(recomputed, "recomputed")),
                               .bytes_read = rows(view(bytes_read, "bytes_read"))};
+  const TensorView given = view(workspace, "workspace");
   if (k.has_value()) {
     const StepArgs step{
         .k = view(k, "k"), .v = view(v, "v"), .slot_mapping = view(slot_mapping, "slot_mapping"), .decode = args};
-    const Launching where(cache.storage, [&] { return decode_step_workspace(cache, step); });
+    const Launching where(cache.storage, given, [&] { return decode_step_workspace(cache, step); });
     decode_step(cache, step, results, where.launch());
-  } else {
-    const Launching where(cache.storage, [&] { return decode_workspace(cache, args); });
-    decode(cache, args, results, where.launch());
+    return where.allocated();
   }
+  const Launching where(cache.storage, given, [&] { return decode_workspace(cache, args); });
+  decode(cache, args, results, where.launch());
+  return where.allocated();
 }
 
 Partial partial_of(const Tensor& numerator, const Tensor& denominator, const Tensor& grid) {

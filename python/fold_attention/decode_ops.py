@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fold_attention import workspaces
 from fold_attention._lib import lib
 from fold_attention.dispatch import is_watched, wants_gradient
 
@@ -64,7 +65,7 @@ def decode(
     """
     results = _results(q, layout, out_dtype, info)
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
-    _run(results, q, storage, layout, None, None, None, block_table, seqlens, *options)
+    _run(results, None, q, storage, layout, None, None, None, block_table, seqlens, *options)
     return results
 
 
@@ -97,7 +98,7 @@ def decode_step(
     """Writes k, v (B T, HK, D) after the `seqlens` keys that each request holds, then `decode`."""
     results = _results(q, layout, out_dtype, info)
     options = (q_lens, tree, depth, sinks, softmax_scale, window_left, splits)
-    _run(results, q, storage, layout, k, v, slot_mapping, block_table, seqlens, *options)
+    _run(results, None, q, storage, layout, k, v, slot_mapping, block_table, seqlens, *options)
     return results
 
 
@@ -120,7 +121,7 @@ def run_decode(asked: Asked, q: Tensor, storage: Tensor, layout: Sequence[int], 
         results: OptionalResults = decode(q, storage, layout, *inputs, out_dtype, info)
         return results
     results = _wanted_results(asked, q, layout)
-    _run(results, q, storage, layout, None, None, None, *inputs)
+    workspaces.keep(q, _run(results, workspaces.kept(q), q, storage, layout, None, None, None, *inputs))
     return results
 
 
@@ -133,17 +134,19 @@ def run_decode_step(
         results: OptionalResults = decode_step(q, storage, layout, k, v, *inputs, out_dtype, info)
         return results
     results = _wanted_results(asked, q, layout)
-    _run(results, q, storage, layout, k, v, *inputs)
+    workspaces.keep(q, _run(results, workspaces.kept(q), q, storage, layout, k, v, *inputs))
     return results
 
 
-def _run(results: OptionalResults, *arguments: Any) -> None:
+def _run(results: OptionalResults, workspace: Tensor | None, *arguments: Any) -> int:
+    """Returns the bytes of a workspace that would have done, where one was needed and this one is too small."""
     out, lse, kept_fraction, dropped_mass, recomputed, bytes_read = results
     if recomputed is None or recomputed.ndim == 1:  # not asked for
-        lib.decode(*arguments, None, 0.0, out, lse, None, None, None, None)
+        info: tuple[Tensor | None, ...] = (None, None, None, None)
     else:
         info = (kept_fraction, dropped_mass, recomputed.view(torch.uint8), bytes_read)
-        lib.decode(*arguments, None, 0.0, out, lse, *info)
+    wanted: int = lib.decode(*arguments, None, 0.0, out, lse, *info, workspace)
+    return wanted
 
 
 def _wanted_results(asked: Asked, q: Tensor, layout: Sequence[int]) -> OptionalResults:

@@ -57,7 +57,7 @@ class Case:
         options = (None, None, depths, None, 0.0, -1, 0, explicit, 0.0)
         tables = (self.block_table, self.lengths)
         results = (out, None, kept, dropped, again, read)
-        lib.decode(self.q, self.cache.storage, self.cache.layout, None, None, None, *tables, *options, *results)
+        lib.decode(self.q, self.cache.storage, self.cache.layout, None, None, None, *tables, *options, *results, None)
         whole = self.lengths.double().sum() * kv_heads * 4 * dim
         return self.error_of(out[:, 0].double()), float(read.sum() / whole), float(kept.mean())
 

@@ -138,7 +138,8 @@ def test_decode_is_the_oracles(seed: int) -> None:
     options = (None, tree, depths, sink_rows, 0.0, -1 if window is None else window)
     splits = int(rng.integers(0, 5))
     lib.decode(
-        *args, None, None, None, tables, lengths, *options, splits, None, shift, out, lse, kept, dropped, again, None
+        *args, None, None, None, tables, lengths, *options, splits, None, shift,
+        out, lse, kept, dropped, again, None, None,
     )  # fmt: skip
 
     table = gate_table()
@@ -221,5 +222,5 @@ def test_codes_of_the_largest_weights(below: int) -> None:
     out, lse = torch.empty(1, 1, 1, 64), torch.empty(1, 1, 1)
     where = (torch.from_numpy(q[None, None]), cache.storage, cache.layout, None, None, None, *cache.tables())
     options = (None, None, None, None, 0.0, -1, 0, torch.from_numpy(gates), shift)
-    lib.decode(*where, *options, out, lse, None, None, None, None)
+    lib.decode(*where, *options, out, lse, None, None, None, None, None)
     assert same_bytes(out[0, 0], expected.out)

@@ -76,6 +76,7 @@ def test_a_shifted_reference(length, shift):
         None,
         recomputed,
         None,
+        None,
     )
     reference, expected_lse = exact(q[-1:], k, v)
     assert (out[0] - reference).norm() < bf16_error(q[-1:], k, v, reference)

@@ -1,4 +1,4 @@
-"""Steps of several threads on a GPU: outside of a capture their kernels are submitted as a graph that is kept.
+"""Steps on a GPU outside of captures: their kernels are submitted as a graph that is kept, in a workspace that is, too.
 
 Needs a GPU that the backend runs on; docs/cuda.md says how these tests are run there.
 """
@@ -77,3 +77,29 @@ def test_steps_that_write_on_several_threads_keep_their_bits():
         for (layers, lengths, (here, there), _), results in zip(works, threads.map(work, range(4)), strict=True):
             same(steps(layers, lengths, here), results, f"{lengths}")
             same(here.storage, there.storage, f"{lengths}")
+
+
+def test_steps_of_all_sizes_between_replays_of_a_graph():
+    """Eager steps of a stream share a workspace, which grows with them; a graph's is its own."""
+    scenes = []
+    for lengths in ((65,), (1301, 257), LENGTHS * 3):
+        layers = [layer(n, 8, 2, 64, n) for n in lengths]
+        here, there = both(lengths, layers)
+        q = torch.stack([x[0][-1] for x in layers])
+        scenes.append((there, q.to(GPU), here.attend(q)))
+    graphs = []
+    for there, q, want in scenes:
+        same(want, there.attend(q), "the first")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = there.attend(q)
+        graphs.append((graph, captured))
+    out = [torch.empty_like(q) for _, q, _ in scenes]
+    for first in range(3):
+        for (there, q, _), to, (graph, captured) in zip(scenes, out, graphs[first:] + graphs[:first], strict=True):
+            captured.fill_(torch.nan)
+            assert there.attend(q, out=to) is to
+            graph.replay()
+        for (_, _, want), to, (_, captured) in zip(scenes, out, graphs, strict=True):
+            same(want, to, "eager")
+            same(want, captured, "replayed")
