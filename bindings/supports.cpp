@@ -38,10 +38,12 @@ OptionalString why_not(tvm::ffi::String operation, OptionalInt n_heads, Optional
   Operation which;
   if (operation == "attention") {
     which = Operation::attention;
+  } else if (operation == "attention_forward") {
+    which = Operation::attention_forward;
   } else if (operation == "cache") {
     which = Operation::cache;
   } else {
-    api::fail_value("op", std::string(operation), "allowed: attention, cache");
+    api::fail_value("op", std::string(operation), "allowed: attention, attention_forward, cache");
   }
   SupportQuery query;
   query.n_heads = number<int64_t>(n_heads);

@@ -46,16 +46,20 @@ SHAPES = (
 PRODUCTS = {"forward": 2, "backward": 5}
 
 
-def work(shape: str, rounds: int, published: Path | None) -> Iterator[list[Any]]:
+def work(shape: str, rounds: int, published: Path | None, backward: bool) -> Iterator[list[Any]]:
     """For `measured`: the contenders of one shape."""
     problem = attention_problem.make(shape)
     reference = attention_problem.expected(problem)
+    if not backward:
+        reference = {"out": reference["out"]}
     graphs: dict[tuple[str, str], Captured] = {}
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     for contender in contenders(problem, published):
+        if not (backward or contender.forward):
+            continue
         try:
             captured, errors = _captured(contender, problem, reference, stream)
         except Exception as error:
@@ -80,13 +84,21 @@ def _captured(
     if contender.forward:
         with torch.no_grad():
             graphs["forward"] = Captured(contender.run, stream)
-    with torch.cuda.stream(stream):
-        out = contender.run()
-    gradient = functools.partial(torch.autograd.grad, out, problem.leaves, problem.dout, retain_graph=True)
-    graphs["backward"] = Captured(gradient, stream)
-    graphs["backward"].replay()
-    results = zip(reference.items(), (out, *graphs["backward"].result), strict=True)
-    return graphs, {name: relative_error(attention_problem.first(problem, x), exact) for (name, exact), x in results}
+    if len(reference) == 1:
+        graphs["forward"].replay()
+        results = [graphs["forward"].result]
+    else:
+        with torch.cuda.stream(stream):
+            out = contender.run()
+        gradient = functools.partial(torch.autograd.grad, out, problem.leaves, problem.dout, retain_graph=True)
+        graphs["backward"] = Captured(gradient, stream)
+        graphs["backward"].replay()
+        results = [out, *graphs["backward"].result]
+    errors = {
+        name: relative_error(attention_problem.first(problem, x), exact)
+        for (name, exact), x in zip(reference.items(), results, strict=True)
+    }
+    return graphs, errors
 
 
 def show(shape: str, rows: list[dict[str, Any]]) -> None:
@@ -115,13 +127,14 @@ def main(
         list[str] | None, typer.Option(help="As in 'B1 S8192 H32/8 D128', then causal, full or packed. Repeatable.")
     ] = None,
     published: Annotated[Path | None, typer.Option(help="Where fold-attention of PyPI was installed to.")] = None,
+    backward: Annotated[bool, typer.Option(help="The gradients, too; head dim 256 has none.")] = True,
     rounds: options.Rounds = 15,
     jobs: Annotated[int, typer.Option(help="Shapes prepared side by side.", min=1)] = 3,
     json: options.Json = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw the throughput here.")] = None,
 ) -> None:
     """Time the forward and backward of this library and of its peers on the current GPU."""
-    tasks = {text: (text, rounds, published) for text in shape or SHAPES}
+    tasks = {text: (text, rounds, published, backward) for text in shape or SHAPES}
     results: dict[str, list[dict[str, Any]]] = {}
     problems: list[str] = []
     about = peers.provenance("attention.py", published)

@@ -52,19 +52,19 @@ FOLD_API void decode_step(const CacheStorage& cache, const StepArgs& args, const
 FOLD_API void cache_read(const CacheStorage& cache, const TensorView& block_table, const TensorView& cu_seqlens,
                          const TensorView& k, const TensorView& v, const Launch& launch);
 
-/// prefill_attention of cache_ops.h. On a CUDA device: what attention_forward takes there, hence head dim 64 or 128 and
-/// bf16 or fp16. The workspace has room for K and V of args.cached_keys and the chunk in q's dtype; with cached_keys 0
-/// nothing is read of the cache. Lengths and page ids are looked at by the kernels alone: a cached key without a page
-/// in the pool reads as NaN, and from the first request on whose keys, with those of the ones before, are more than
-/// declared, requests see no key.
+/// prefill_attention of cache_ops.h. On a CUDA device: what attention_forward takes there, hence bf16 or fp16. The
+/// workspace has room for K and V of args.cached_keys and the chunk in q's dtype; with cached_keys 0 nothing is read of
+/// the cache. Lengths and page ids are looked at by the kernels alone: a cached key without a page in the pool reads as
+/// NaN, and from the first request on whose keys, with those of the ones before, are more than declared, requests see
+/// no key.
 FOLD_API int64_t prefill_attention_workspace(const CacheStorage& cache, const PrefillArgs& args, const TensorView& out,
                                              const TensorView& lse);
 FOLD_API void prefill_attention(const CacheStorage& cache, const PrefillArgs& args, const TensorView& out,
                                 const TensorView& lse, const Launch& launch);
 
-/// attention_forward and attention_backward of attention.h. On a CUDA device: bf16 or fp16, head dim 64, 96 or 128, and
-/// every row starts at a multiple of 16 bytes. cu_seqlens are looked at by the kernels alone, which cut them to the
-/// tensors' rows.
+/// attention_forward and attention_backward of attention.h. On a CUDA device: bf16 or fp16, head dim 64, 96, 128 or
+/// (without a gradient) 256, and every row starts at a multiple of 16 bytes. cu_seqlens are looked at by the kernels
+/// alone, which cut them to the tensors' rows.
 FOLD_API int64_t attention_forward_workspace(const TensorView& q, const TensorView& k, const TensorView& v,
                                              const TensorView& out, const TensorView& lse,
                                              const AttentionOptions& options);

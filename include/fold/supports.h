@@ -7,9 +7,10 @@
 
 namespace fold {
 
-/// The operations that have limits of their own. `attention`: attention_forward and attention_backward. `cache`: every
+/// The operations that have limits of their own. `attention`: attention_forward and attention_backward.
+/// `attention_forward`: that alone, and prefill_attention as far as attention is concerned. `cache`: every other
 /// operation on a paged cache, decode included.
-enum class Operation { attention, cache };
+enum class Operation { attention, attention_forward, cache };
 
 /// What one would like to do; what is left out does not matter.
 struct SupportQuery {

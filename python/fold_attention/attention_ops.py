@@ -6,6 +6,7 @@ q is (B, Sq, H, D), k and v (B, Sk, Hk, D), lse (B, H, Sq). `window_left` and `w
 Values are checked by the library, before anything is written.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from fold_attention._lib import lib
 from fold_attention.dispatch import is_watched, wants_gradient
 from fold_attention.errors import bad_value
+from fold_attention.support import supports
 
 
 def lse_shape(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
@@ -123,8 +125,16 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
+@cache
+def _no_gradient(head_dim: int, device: torch.device) -> str | None:
+    """None, or why a forward on a GPU has no gradient."""
+    return supports("attention", head_dim=head_dim, device=device)[1]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, *options = inputs
+    if q.is_cuda and (reason := _no_gradient(int(q.shape[-1]), q.device)) is not None:
+        raise ValueError(reason)
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, out, lse)

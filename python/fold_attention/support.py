@@ -17,8 +17,8 @@ def supports(op: str, **what: Any) -> tuple[bool, str | None]:
     The answer comes from the checks of the operation itself, and the reason is the text that it would raise.
 
     Args:
-        op: "attention" (`fold_attn_func`, `fold_attn_varlen_func`) or "cache" (`FoldKVCache` and
-            `fold_attn_with_kvcache`).
+        op: "attention" (`fold_attn_func`, `fold_attn_varlen_func`), "attention_forward" (these where nobody wants a
+            gradient, and `FoldKVCache.prefill`) or "cache" (all else of `FoldKVCache`, `fold_attn_with_kvcache`).
         what: any of n_heads, n_kv_heads, head_dim, dtype (of q, k and v), device; for a cache also page_size, bits (one
             number or a pair for K and V) and tree_nodes (of a draft tree). What is left out does not matter.
     """

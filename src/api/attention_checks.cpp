@@ -105,7 +105,7 @@ void check_options(const AttentionOptions& options, plan::ForwardParams& p) {
 
 /// q, k, v, and the options: everything the forward and the backward share.
 plan::ForwardParams input_params(const TensorView& q, const TensorView& k, const TensorView& v,
-                                 const AttentionOptions& options, const Place& place) {
+                                 const AttentionOptions& options, const Place& place, bool gradient) {
   plan::ForwardParams p{};
   const bool packed = options.cu_seqlens_q.defined();
   if (packed != options.cu_seqlens_k.defined()) {
@@ -121,7 +121,7 @@ plan::ForwardParams input_params(const TensorView& q, const TensorView& k, const
   p.head_dim = q.shape[row + 2];
   p.total_q = p.seqlen_q = q.shape[row];
   p.total_k = p.seqlen_k = k.shape[row];
-  require_attention_shape(p.heads, p.kv_heads, p.head_dim, place.device);
+  require_attention_shape(p.heads, p.kv_heads, p.head_dim, place.device, gradient);
   if (packed) {
     p.batch = check_cu_seqlens("cu_seqlens_q", options.cu_seqlens_q, p.total_q, place);
     const int64_t batch_k = check_cu_seqlens("cu_seqlens_k", options.cu_seqlens_k, p.total_k, place);
@@ -154,12 +154,13 @@ plan::ForwardParams input_params(const TensorView& q, const TensorView& k, const
 
 }  // namespace
 
-void require_attention_shape(int64_t heads, int64_t kv_heads, int64_t head_dim, Device device) {
+void require_attention_shape(int64_t heads, int64_t kv_heads, int64_t head_dim, Device device, bool gradient) {
   if (device == Device::cpu) {
     require(head_dim >= 1 && head_dim <= 256, "head_dim", head_dim, "1 to 256");
   } else {
-    require(head_dim == 64 || head_dim == 96 || head_dim == 128, "head_dim", head_dim,
-            "supported on cuda: 64, 96, 128");
+    const bool both = head_dim == 64 || head_dim == 96 || head_dim == 128;
+    require(both || (head_dim == 256 && !gradient), "head_dim", head_dim,
+            "supported on cuda: 64, 96, 128, and without a gradient 256");
   }
   require(kv_heads >= 1, "kv_heads", kv_heads, "1 or more");
   require(heads >= 1 && heads % kv_heads == 0, "heads", heads, "a multiple of kv_heads=" + to_string(kv_heads));
@@ -172,7 +173,7 @@ std::initializer_list<DType> attention_types(Device device) {
 
 plan::ForwardParams forward_params(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& out,
                                    const TensorView& lse, const AttentionOptions& options, const Place& place) {
-  plan::ForwardParams p = input_params(q, k, v, options, place);
+  plan::ForwardParams p = input_params(q, k, v, options, place, false);
   check_output("out", out, p.dtype, shape_of(q), "as q");
   check_row_starts("out", out, place);
   if (lse.defined()) check_output("lse", lse, DType::f32, lse_shape(p), "heads and rows of q");
@@ -184,7 +185,7 @@ plan::ForwardParams forward_params(const TensorView& q, const TensorView& k, con
 plan::BackwardParams backward_params(const AttentionBackwardTensors& t, const AttentionOptions& options,
                                      const Place& place) {
   plan::BackwardParams b{};
-  plan::ForwardParams& p = b.forward = input_params(t.q, t.k, t.v, options, place);
+  plan::ForwardParams& p = b.forward = input_params(t.q, t.k, t.v, options, place, true);
   check_tensor("out", t.out, p.dtype, shape_of(t.q), "as q");
   check_tensor("lse", t.lse, DType::f32, lse_shape(p), "heads and rows of q");
   check_tensor("dout", t.dout, p.dtype, shape_of(t.q), "as q");

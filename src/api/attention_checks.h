@@ -6,7 +6,7 @@
 namespace fold::api {
 
 /// Shapes and types that attention over whole sequences has on a device.
-void require_attention_shape(int64_t heads, int64_t kv_heads, int64_t head_dim, Device device);
+void require_attention_shape(int64_t heads, int64_t kv_heads, int64_t head_dim, Device device, bool gradient);
 std::initializer_list<DType> attention_types(Device device);
 
 /// Checks every argument and describes the operation. The views count as the host's (take_place); what cu_seqlens hold

@@ -14,12 +14,12 @@ void check(Operation operation, const SupportQuery& query) {
   probe.device_index = query.device_index;
   const Device device = probe.device;
   if (device == Device::cuda) api::cuda_backend(api::take_place({{"q", &probe}}));
-  api::require_tensor("q", probe, 1,
-                      operation == Operation::attention ? api::attention_types(device) : api::kFloatTypes);
+  api::require_tensor("q", probe, 1, operation == Operation::cache ? api::kFloatTypes : api::attention_types(device));
   const int64_t kv_heads = query.n_kv_heads.value_or(query.n_heads.value_or(1));
   const int64_t heads = query.n_heads.value_or(kv_heads);
-  if (operation == Operation::attention) {
-    api::require_attention_shape(heads, kv_heads, query.head_dim.value_or(64), device);
+  if (operation != Operation::cache) {
+    api::require_attention_shape(heads, kv_heads, query.head_dim.value_or(64), device,
+                                 operation == Operation::attention);
     return;
   }
   CacheLayout layout{.n_kv_heads = kv_heads, .head_dim = query.head_dim.value_or(64)};

@@ -94,7 +94,8 @@ TEST_P(ForwardPacked, TheBitsOfASequenceAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dims, ForwardPacked, ::testing::Combine(::testing::Values(64, 96, 128), ::testing::Bool()));
+INSTANTIATE_TEST_SUITE_P(Dims, ForwardPacked,
+                         ::testing::Combine(::testing::Values(64, 96, 128, 256), ::testing::Bool()));
 
 // Lengths on the device cannot be checked: those that make no sense are cut to the tensors' rows. Sequences overlap
 // here, so that there are more row tiles than rows explain.

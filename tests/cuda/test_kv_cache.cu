@@ -234,8 +234,11 @@ TEST_F(DeviceKVCache, ARefusedCallChangesNothing) {
     bad.window_left = -2;
     cache.decode(bad, row, row, results);
   });
-  refuse("head_dim=256; supported on cuda: 64, 96, 128",
-         [&] { cache.prefill(prompt, row, row, numbers(starts), prompt_out); });
+  refuse("q.dtype=float32; supported: bfloat16, float16", [&] {
+    TensorView wide = prompt, wide_row = row;
+    wide.dtype = wide_row.dtype = DType::f32;
+    cache.prefill(wide, wide_row, wide_row, numbers(starts), prompt_out);
+  });
 }
 
 TEST_F(DeviceKVCache, PoolsThatDoNotFitAreRefused) {

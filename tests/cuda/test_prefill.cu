@@ -61,7 +61,7 @@ Outputs expected(const KVCache& here, const std::vector<int64_t>& ids, SharedRow
 }
 
 TEST_F(DevicePrefill, ChunksHaveTheBitsOfAttentionOverTheirKeys) {
-  for (const int64_t dim : {64, 128}) {
+  for (const int64_t dim : {64, 128, 256}) {
     for (const DType dtype : {DType::bf16, DType::f16}) {
       for (const int64_t window : {-1, 150}) {
         SCOPED_TRACE("head dim " + std::to_string(dim) + ", window " + std::to_string(window));

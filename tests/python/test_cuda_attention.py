@@ -134,6 +134,15 @@ def test_gradients_with_strides_that_are_no_rows():
             assert_same_bytes(a, b)
 
 
+def test_head_dim_256_has_no_gradient():
+    """And its forward needs none: it is refused before anything runs backward."""
+    q, k, v, _ = tensors(1, 64, 70, 2, 1, 256)
+    assert supports("attention_forward", device="cuda", head_dim=256) == (True, None)
+    fold_attn_func(q, k, v)
+    with pytest.raises(ValueError, match="head_dim=256; supported on cuda: 64, 96, 128, and without a gradient 256"):
+        fold_attn_func(q.requires_grad_(), k, v)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

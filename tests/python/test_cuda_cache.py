@@ -241,7 +241,7 @@ def test_pages_that_do_not_exist_are_no_pages():
 
 @pytest.mark.parametrize("window", [(-1, -1), (200, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_prefill_in_chunks(dim, dtype, window):
     """The bits of attention over what is cached and the chunk's own keys, the CPU's pages, and the accuracy rule."""
     lengths, sinks = [900, 0, 517], torch.randn(4)
@@ -308,14 +308,10 @@ def test_prefill_of_some_requests():
 
 
 def test_prefills_that_are_not_supported_change_nothing():
-    for dim, dtype, error, text in (
-        (64, torch.float32, TypeError, "q.dtype=float32; supported: bfloat16, float16"),
-        (256, torch.bfloat16, ValueError, "head_dim=256; supported on cuda: 64, 96, 128"),
-    ):
-        layers = [layer(100, dim=dim, dtype=dtype)]
-        _, there = both((90,), layers, room=10)
-        before = there.storage.clone()
-        with pytest.raises(error, match=text.replace(".", r"\.")):
-            there.prefill(*(x[None, 90:].to(GPU) for x in layers[0]))
-        assert there.lengths == [90]
-        assert torch.equal(there.storage, before)
+    layers = [layer(100, dtype=torch.float32)]
+    _, there = both((90,), layers, room=10)
+    before = there.storage.clone()
+    with pytest.raises(TypeError, match=r"q\.dtype=float32; supported: bfloat16, float16"):
+        there.prefill(*(x[None, 90:].to(GPU) for x in layers[0]))
+    assert there.lengths == [90]
+    assert torch.equal(there.storage, before)

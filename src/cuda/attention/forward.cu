@@ -58,8 +58,10 @@ void launch_for_dim(const Forward& f, int64_t items, int multiprocessors, cudaSt
       return launch<ForwardShape<T, 64>>(f, items, multiprocessors, stream);
     case 96:
       return launch<ForwardShape<T, 96>>(f, items, multiprocessors, stream);
-    default:
+    case 128:
       return launch<ForwardShape<T, 128>>(f, items, multiprocessors, stream);
+    default:
+      return launch<ForwardShape<T, 256>>(f, items, multiprocessors, stream);
   }
 }
 
@@ -97,7 +99,7 @@ void attention_forward(const plan::ForwardParams& p, void* workspace, cudaStream
       .sign = sign};
   if (packed) {
     launch_kernel(list_row_tiles, {1, kListThreads, 0}, stream, "attention, the list of row tiles", p, f.schedule,
-                  kForwardKeys, list, &counters->packed_tiles);
+                  forward_keys(p.head_dim), list, &counters->packed_tiles);
   } else if (f.schedule.taken != nullptr) {
     require_success(cudaMemsetAsync(&counters->taken, 0, sizeof(counters->taken), stream), "attention, forward");
   }

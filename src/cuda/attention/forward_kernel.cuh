@@ -143,7 +143,7 @@ struct ForwardKernel {
   __device__ void clean_values(int stage) {
     const int cleaner = static_cast<int>(threadIdx.x) / 32 - 2, lane = threadIdx.x % 32;
     uint32_t* const broken = shared.broken[stage][cleaner];
-    if (lane < kKeys / 32) broken[lane] = 0;
+    if (lane < Shape::kKeyWords) broken[lane] = 0;
     __syncwarp();
     auto* const chunks = reinterpret_cast<uint4*>(shared.v[stage]);
 #pragma unroll 2

@@ -76,7 +76,7 @@ struct Rows {
 
   /// Bit i: whether the thread's i-th column is before x, both counted from its first.
   static __device__ uint32_t columns_before(int x) {
-    static_assert(Keys == 128, "32 columns: 8 i and 8 i + 1");
+    static_assert(Keys <= 128, "at most 32 columns: 8 i and 8 i + 1");
     x = min(max(x, 0), Keys);
     return static_cast<uint32_t>((uint64_t{1} << (x / 8 * 2 + min(x % 8, 2))) - 1);
   }
@@ -164,13 +164,13 @@ struct Rows {
 
   /// Adds the values that were cut (a bit for each key of the tile, from several cleaners) where they are seen: what is
   /// not finite stays so whatever its weight.
-  template <int Cleaners>
-  __device__ void add_broken(int tile, const uint32_t (&broken)[Cleaners][Keys / 32]) {
+  template <int Cleaners, int Words>
+  __device__ void add_broken(int tile, const uint32_t (&broken)[Cleaners][Words]) {
     uint32_t any = 0;  // of all words at once, as each load waits behind the operands that products read
 #pragma unroll
-    for (int i = 0; i < Cleaners * Keys / 32; ++i) any |= broken[i / (Keys / 32)][i % (Keys / 32)];
+    for (int i = 0; i < Cleaners * Words; ++i) any |= broken[i / Words][i % Words];
     if (any != 0) {
-      for (int word = 0; word < Keys / 32; ++word) {
+      for (int word = 0; word < Words; ++word) {
         uint32_t bits = 0;
         for (const auto& of_cleaner : broken) bits |= of_cleaner[word];
         for (; bits != 0; bits &= bits - 1) {

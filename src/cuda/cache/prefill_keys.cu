@@ -55,14 +55,15 @@ __global__ void __launch_bounds__(kReadThreads) prefill_keys_kernel(const __grid
                 {p.keys, p.dtype, warp * D}, {p.values, p.dtype, warp * D});
     return;
   }
-  // Half of the lanes copy K, the others V, 16 bytes each.
+  // Half of the lanes copy K, the others V, 16 bytes each at a time.
   const bool of_v = lane >= 16;
-  const int part = lane % 16;
   const int64_t token = own.first + key - cached;
   const int64_t at = of_v ? token * p.v_stride_t + head * p.v_stride_h : token * p.k_stride_t + head * p.k_stride_h;
   const auto* from = static_cast<const uint16_t*>(of_v ? p.v : p.k) + at;
   auto* to = static_cast<uint16_t*>(of_v ? p.values : p.keys) + warp * D;
-  if (part < D / 8) reinterpret_cast<uint4*>(to)[part] = reinterpret_cast<const uint4*>(from)[part];
+  for (int part = lane % 16; part < D / 8; part += 16) {
+    reinterpret_cast<uint4*>(to)[part] = reinterpret_cast<const uint4*>(from)[part];
+  }
 }
 
 }  // namespace
@@ -70,7 +71,10 @@ __global__ void __launch_bounds__(kReadThreads) prefill_keys_kernel(const __grid
 void prefill_keys(const plan::PrefillKeysParams& params, cudaStream_t stream) {
   launch_kernel(key_starts_kernel, {1, 32, 0}, stream, "where a prompt's keys start", params);
   if (params.rows == 0 || params.batch == 0) return;
-  const auto kernel = params.cache.layout.head_dim == 64 ? prefill_keys_kernel<64> : prefill_keys_kernel<128>;
+  const int64_t dim = params.cache.layout.head_dim;
+  const auto kernel = dim == 64    ? prefill_keys_kernel<64>
+                      : dim == 128 ? prefill_keys_kernel<128>
+                                   : prefill_keys_kernel<256>;
   launch_kernel(kernel, a_warp_each(params.rows * params.cache.layout.n_kv_heads, kReadThreads), stream,
                 "a prompt's keys", params);
 }

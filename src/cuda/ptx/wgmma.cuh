@@ -64,21 +64,28 @@ __device__ inline int anew(int x) {
 #define FOLD_TEXT_32                                                                                          \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
   "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FOLD_TEXT_48 FOLD_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FOLD_TEXT_40 FOLD_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FOLD_TEXT_48 FOLD_TEXT_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FOLD_TEXT_64 FOLD_TEXT_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FOLD_TEXT_88                                                                             \
   FOLD_TEXT_64                                                                                   \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
   "%82, %83, %84, %85, %86, %87"
 #define FOLD_TEXT_96 FOLD_TEXT_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FOLD_TEXT_128                                                                                    \
+  FOLD_TEXT_96                                                                                           \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FOLD_SUMS_8(i)                                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define FOLD_SUMS_32 FOLD_SUMS_8(0), FOLD_SUMS_8(8), FOLD_SUMS_8(16), FOLD_SUMS_8(24)
-#define FOLD_SUMS_48 FOLD_SUMS_32, FOLD_SUMS_8(32), FOLD_SUMS_8(40)
+#define FOLD_SUMS_40 FOLD_SUMS_32, FOLD_SUMS_8(32)
+#define FOLD_SUMS_48 FOLD_SUMS_40, FOLD_SUMS_8(40)
 #define FOLD_SUMS_64 FOLD_SUMS_48, FOLD_SUMS_8(48), FOLD_SUMS_8(56)
 #define FOLD_SUMS_88 FOLD_SUMS_64, FOLD_SUMS_8(64), FOLD_SUMS_8(72), FOLD_SUMS_8(80)
 #define FOLD_SUMS_96 FOLD_SUMS_88, FOLD_SUMS_8(88)
+#define FOLD_SUMS_128 FOLD_SUMS_96, FOLD_SUMS_8(96), FOLD_SUMS_8(104), FOLD_SUMS_8(112), FOLD_SUMS_8(120)
 
 // n: columns; r: sums of a thread; the numbers of the operands that follow them.
 #define FOLD_WGMMA_SHARED(type, n, r, a, b, keep, ta, tb)                                         \
@@ -98,20 +105,24 @@ __device__ inline int anew(int x) {
                  "n"(B == Major::mn))
 
 template <int N>
-constexpr bool kHasWgmma = N == 64 || N == 96 || N == 128 || N == 176 || N == 192;
+constexpr bool kHasWgmma = N == 64 || N == 80 || N == 96 || N == 128 || N == 176 || N == 192 || N == 256;
 
-#define FOLD_WGMMA_SHARED_ALL(type)                                             \
-  if constexpr (N == 64) FOLD_WGMMA_SHARED(type, 64, 32, 32, 33, 34, 35, 36);   \
-  if constexpr (N == 96) FOLD_WGMMA_SHARED(type, 96, 48, 48, 49, 50, 51, 52);   \
-  if constexpr (N == 128) FOLD_WGMMA_SHARED(type, 128, 64, 64, 65, 66, 67, 68); \
-  if constexpr (N == 176) FOLD_WGMMA_SHARED(type, 176, 88, 88, 89, 90, 91, 92); \
-  if constexpr (N == 192) FOLD_WGMMA_SHARED(type, 192, 96, 96, 97, 98, 99, 100)
-#define FOLD_WGMMA_REGISTERS_ALL(type)                                                     \
-  if constexpr (N == 64) FOLD_WGMMA_REGISTERS(type, 64, 32, 32, 33, 34, 35, 36, 37, 38);   \
-  if constexpr (N == 96) FOLD_WGMMA_REGISTERS(type, 96, 48, 48, 49, 50, 51, 52, 53, 54);   \
-  if constexpr (N == 128) FOLD_WGMMA_REGISTERS(type, 128, 64, 64, 65, 66, 67, 68, 69, 70); \
-  if constexpr (N == 176) FOLD_WGMMA_REGISTERS(type, 176, 88, 88, 89, 90, 91, 92, 93, 94); \
-  if constexpr (N == 192) FOLD_WGMMA_REGISTERS(type, 192, 96, 96, 97, 98, 99, 100, 101, 102)
+#define FOLD_WGMMA_SHARED_ALL(type)                                              \
+  if constexpr (N == 64) FOLD_WGMMA_SHARED(type, 64, 32, 32, 33, 34, 35, 36);    \
+  if constexpr (N == 80) FOLD_WGMMA_SHARED(type, 80, 40, 40, 41, 42, 43, 44);    \
+  if constexpr (N == 96) FOLD_WGMMA_SHARED(type, 96, 48, 48, 49, 50, 51, 52);    \
+  if constexpr (N == 128) FOLD_WGMMA_SHARED(type, 128, 64, 64, 65, 66, 67, 68);  \
+  if constexpr (N == 176) FOLD_WGMMA_SHARED(type, 176, 88, 88, 89, 90, 91, 92);  \
+  if constexpr (N == 192) FOLD_WGMMA_SHARED(type, 192, 96, 96, 97, 98, 99, 100); \
+  if constexpr (N == 256) FOLD_WGMMA_SHARED(type, 256, 128, 128, 129, 130, 131, 132)
+#define FOLD_WGMMA_REGISTERS_ALL(type)                                                        \
+  if constexpr (N == 64) FOLD_WGMMA_REGISTERS(type, 64, 32, 32, 33, 34, 35, 36, 37, 38);      \
+  if constexpr (N == 80) FOLD_WGMMA_REGISTERS(type, 80, 40, 40, 41, 42, 43, 44, 45, 46);      \
+  if constexpr (N == 96) FOLD_WGMMA_REGISTERS(type, 96, 48, 48, 49, 50, 51, 52, 53, 54);      \
+  if constexpr (N == 128) FOLD_WGMMA_REGISTERS(type, 128, 64, 64, 65, 66, 67, 68, 69, 70);    \
+  if constexpr (N == 176) FOLD_WGMMA_REGISTERS(type, 176, 88, 88, 89, 90, 91, 92, 93, 94);    \
+  if constexpr (N == 192) FOLD_WGMMA_REGISTERS(type, 192, 96, 96, 97, 98, 99, 100, 101, 102); \
+  if constexpr (N == 256) FOLD_WGMMA_REGISTERS(type, 256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 /// d = A B (+ d where accumulate), A and B in shared memory (operand<A>(), operand<B>()). T: __nv_bfloat16 or __half.
 template <typename T, int N, Major A, Major B>
@@ -139,16 +150,20 @@ __device__ inline void wgmma(float (&d)[N / 2], const uint32_t (&lhs)[4], uint64
 #undef FOLD_WGMMA_SHARED_ALL
 #undef FOLD_WGMMA_REGISTERS
 #undef FOLD_WGMMA_SHARED
+#undef FOLD_SUMS_128
 #undef FOLD_SUMS_96
 #undef FOLD_SUMS_88
 #undef FOLD_SUMS_64
 #undef FOLD_SUMS_48
+#undef FOLD_SUMS_40
 #undef FOLD_SUMS_32
 #undef FOLD_SUMS_8
+#undef FOLD_TEXT_128
 #undef FOLD_TEXT_96
 #undef FOLD_TEXT_88
 #undef FOLD_TEXT_64
 #undef FOLD_TEXT_48
+#undef FOLD_TEXT_40
 #undef FOLD_TEXT_32
 
 /// Two sums as a register of an A operand; `low` is the smaller k.
