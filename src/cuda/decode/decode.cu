@@ -209,42 +209,43 @@ void launch_step(Step step, int multiprocessors, cudaStream_t stream) {
 constexpr int64_t kShortKeys = 2560;  ///< a request with room for no more has most of its values read
 constexpr int64_t kManyGroups = 3;    ///< of such requests, a multiprocessor
 
-/// Rows summed 4, 8 or 12 at a time. False: there are more.
-template <int D, template <int, int> class Summer>
+/// By a Summer of 4, 8, 12 or 16 rows. False: there are more than `Most`.
+template <int D, template <int, int> class Summer, int Most>
 bool launch_few_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
-  constexpr int kMost = D == 256 ? 8 : 12;  // what registers and shared memory hold
-  const int rows = step.workspace.rows;
-  if (rows > kMost) return false;
-  if (rows <= 4) {
-    launch_step<D, Summer<D, 1>>(step, multiprocessors, stream);
-  } else if (rows <= 8) {
-    launch_step<D, Summer<D, 2>>(step, multiprocessors, stream);
-  } else if constexpr (kMost > 8) {
-    launch_step<D, Summer<D, 3>>(step, multiprocessors, stream);
+  const auto launch = [&](auto quads) {
+    if constexpr (4 * quads() <= Most) launch_step<D, Summer<D, quads()>>(step, multiprocessors, stream);
+    return 4 * quads() <= Most;
+  };
+  switch ((step.workspace.rows + 3) / 4) {
+    case 1:
+      return launch(std::integral_constant<int, 1>());
+    case 2:
+      return launch(std::integral_constant<int, 2>());
+    case 3:
+      return launch(std::integral_constant<int, 3>());
+    case 4:
+      return launch(std::integral_constant<int, 4>());
+    default:
+      return false;
   }
-  return true;
 }
 
-/// Up to 12 rows (head dim 256: 8) are summed by DenseSummer where every value is read, by NarrowSummer where there is
-/// a tail model, head dim 256, or many short requests, most of whose values are read, else by StreamSummer; up to 16 by
-/// NarrowSummer (but for head dim 256), any number by RangeSummer.
+/// Up to 16 rows (head dim 256: 8) are summed by DenseSummer where every value is read, else by NarrowSummer where
+/// there is a tail model, head dim 256, more than 12 rows, or many short requests, most of whose values are read, else
+/// by StreamSummer; any number by RangeSummer.
 template <int D>
 void launch_for_rows(const Step& step, int multiprocessors, cudaStream_t stream) {
-  const plan::CacheView& cache = step.params.cache;
+  constexpr int kMost = D == 256 ? 8 : 16;  // what registers and shared memory hold
   if (step.params.depth == nullptr && step.params.gates == nullptr) {
-    if (launch_few_rows<D, DenseSummer>(step, multiprocessors, stream)) return;
-  } else if constexpr (D == 256) {
-    if (launch_few_rows<D, NarrowSummer>(step, multiprocessors, stream)) return;
+    if (launch_few_rows<D, DenseSummer, kMost>(step, multiprocessors, stream)) return;
   } else {
-    const bool many_short =
-        step.workspace.groups > kManyGroups * multiprocessors && step.max_pages * cache.layout.page_size <= kShortKeys;
-    if (cache.layout.tail || many_short ? launch_few_rows<D, NarrowSummer>(step, multiprocessors, stream)
-                                        : launch_few_rows<D, StreamSummer>(step, multiprocessors, stream)) {
-      return;
+    if constexpr (D <= 128) {
+      const CacheLayout& layout = step.params.cache.layout;
+      const bool many_short =
+          step.workspace.groups > kManyGroups * multiprocessors && step.max_pages * layout.page_size <= kShortKeys;
+      if (!layout.tail && !many_short && launch_few_rows<D, StreamSummer, 12>(step, multiprocessors, stream)) return;
     }
-  }
-  if constexpr (D <= 128) {
-    if (step.workspace.rows <= 16) return launch_step<D, NarrowSummer<D, 4>>(step, multiprocessors, stream);
+    if (launch_few_rows<D, NarrowSummer, kMost>(step, multiprocessors, stream)) return;
   }
   launch_step<D, RangeSummer<D>>(step, multiprocessors, stream);
 }

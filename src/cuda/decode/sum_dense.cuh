@@ -2,7 +2,7 @@
 #include "cuda/decode/dense_keys.cuh"
 #include "cuda/decode/dense_values.cuh"
 
-// The sums of a range of tiles for groups of up to 12 rows (D = 256: 8) where every V is read (docs/numerics.md,
+// The sums of a range of tiles for groups of up to 16 rows (D = 256: 8) where every V is read (docs/numerics.md,
 // sections 6 and 7): no key is dropped, so there is nothing for the tail model to do.
 //
 // Planes h and l of K and V are copied whole, ahead of time, and every product is taken over all of a tile's keys;
