@@ -1,6 +1,7 @@
 // Whole decoding steps through the API: the device has the CPU's bytes (P4 of docs/numerics.md), and what its tensors
 // hold that makes no sense is harmless.
 #include <functional>
+#include <memory>
 #include <thread>
 
 #include "step_testing.h"
@@ -205,6 +206,27 @@ TEST_F(Steps, RunBesideACaptureOfAnotherThread) {
   step.compare();
   check(cudaGraphDestroy(graph));
   for (const cudaStream_t each : {captured, stream}) check(cudaStreamDestroy(each));
+}
+
+/// More than graphs are kept for: some are given up while they run.
+TEST_F(Steps, OnManyStreams) {
+  constexpr size_t kScenes = 4, kStreams = 300;
+  std::vector<std::unique_ptr<Scene>> scenes;
+  std::vector<std::unique_ptr<StepOfBoth>> steps;
+  for (size_t i = 0; i < kScenes; ++i) {
+    const std::vector<int64_t> lengths{700, static_cast<int64_t>(60 + i)};
+    scenes.push_back(
+        std::make_unique<Scene>(CacheLayout{.n_kv_heads = 1, .head_dim = 64, .page_size = 64}, lengths, 8));
+    steps.push_back(std::make_unique<StepOfBoth>(*scenes.back(), StepCase{}));
+  }
+  std::vector<cudaStream_t> streams(kStreams);
+  for (size_t i = 0; i < kStreams; ++i) {
+    check(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    if (i >= kScenes) check(cudaStreamSynchronize(streams[i - kScenes]));
+    steps[i % kScenes]->run_on_device(streams[i]);
+  }
+  for (const auto& step : steps) step->compare();
+  for (const cudaStream_t stream : streams) check(cudaStreamDestroy(stream));
 }
 
 /// Lengths and numbers of tokens that cannot be bring nothing; neighbours do not notice.
